@@ -1,6 +1,6 @@
-"""`arpo` and `python -m arpo_megatron`: the command line's beginning and end.
+"""Entry point of `arpo` and `python -m arpo_megatron`.
 
-Signals have their handlers before anything slow is imported, so a ctrl-C is one line from the first moment on.
+Signal handlers are installed before anything slow is imported, so that a ctrl-C prints one line at any moment.
 """
 
 import sys

@@ -39,7 +39,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import sft_phase, train_phases, watching
+from arpo_megatron.launch.job import run_sft_phase, run_training_phases, show_progress
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
@@ -136,7 +136,7 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
     _read_secrets(backend.profile)
-    with run.locked(), watching(run) as (progress, poll), backend.prepared(), Supervisor(run.logs) as supervisor:
+    with run.locked(), show_progress(run) as (progress, poll), backend.prepared(), Supervisor(run.logs) as supervisor:
         run.remove_partial()  # left by a kill -9
         signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -173,9 +173,9 @@ def _phases(
     step = backend.step("prepare", backend.nodes[:1], 1, command)
     supervisor.wait(supervisor.start("prepare", step), poll=poll)
     if config.sft_only:
-        sft_phase(config, run, supervisor, progress, poll, backend)
+        run_sft_phase(config, run, supervisor, progress, poll, backend)
     else:
-        train_phases(config, run, supervisor, progress, poll, backend)
+        run_training_phases(config, run, supervisor, progress, poll, backend)
     progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
 
 

@@ -1,1 +1,4 @@
-"""launch."""
+"""The processes of a job: where they run, how they are supervised, and the phases of a job on one machine.
+
+May import `plan`, `trainer` and the packages below them.
+"""

@@ -1,4 +1,4 @@
-"""Where the roles of a job run: this machine, or the nodes of a Slurm allocation (`cluster/backend.py`)."""
+"""Where the processes of a job run: this machine, or the nodes of a Slurm allocation (`cluster/backend.py`)."""
 
 import os
 import sys
@@ -18,40 +18,40 @@ from tools_sandbox.utils.temporary import TemporaryFolder
 
 
 class Backend(Protocol):
-    """What starting a role depends on. Roles are `sandbox`, `router` and `engine-0`, `engine-1`, ..."""
+    """The machines of a job. A role is `sandbox`, `rollout`, `router`, or `engine-0`, `engine-1`, ..."""
 
     def host(self, role: str) -> str:
-        """Address on which a role's service listens."""
+        """Return the address on which a role's service listens."""
 
     def ports(self, role: str, count: int) -> list[int]:
-        """Free TCP ports there, none of which was given before."""
+        """Return free TCP ports of the role's machine, different ones at each call."""
 
     def placement(self, config: JobConfig, engine: int) -> Placement:
-        """Where engine number `engine` computes."""
+        """Return where engine number `engine` computes."""
 
-    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
-        """The program as it is started from here."""
+    def place(self, role: str, spec: ServiceSpec) -> ServiceSpec:
+        """Return the service as it is started from this machine."""
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
-        """The command that runs `python -m module arguments...` on every trainer rank, and variables it needs."""
+        """Return the command that runs `python -m module arguments...` on every trainer rank, and its variables."""
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A directory for short-lived files on the machine of each role."""
+        """Yield a directory for short-lived files, which exists on the machine of each role."""
 
 
 @dataclass(slots=True)
 class LocalBackend:
-    """Everything on this machine, the ranks under torchrun."""
+    """All processes on this machine, the ranks under torchrun."""
 
     _given: set[int] = field(default_factory=set)
 
     def host(self, role: str) -> str:
-        """The loopback address."""
+        """Return the loopback address."""
         return "127.0.0.1"
 
     def ports(self, role: str, count: int) -> list[int]:
-        """As the protocol says. Raises UserError where there are none."""
+        """Return free ports. Raises UserError if there are none."""
         found: list[int] = []
         while len(found) < count:
             fresh = [port for port in free_ports(count) if port not in self._given]
@@ -60,22 +60,22 @@ class LocalBackend:
         return found
 
     def placement(self, config: JobConfig, engine: int) -> Placement:
-        """On this machine's GPUs, if it has any."""
+        """Place the engine on this machine's GPUs, if it has any."""
         return placement(config).of_engine(engine, config.engine)
 
-    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
-        """As it is."""
-        return program
+    def place(self, role: str, spec: ServiceSpec) -> ServiceSpec:
+        """Return the service unchanged."""
+        return spec
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
-        """Under torchrun; a rank ends when this process has ended."""
+        """Run the ranks under torchrun; they die with this process."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         count = f"--nproc-per-node={config.parallel.world_size}"
         return [*torchrun, count, sys.executable, "-m", module, *arguments], {JOB_PID: str(os.getpid())}
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Made now, removed at the end, or by the next job of this machine where this one is killed."""
+        """Yield a temporary directory; if this job is killed, the next job of this machine removes it."""
         folder = TemporaryFolder(SCRATCH_PREFIX)
         try:
             yield folder.path

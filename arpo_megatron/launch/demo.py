@@ -1,4 +1,4 @@
-"""`arpo demo`: the quickstart recipe, then the trained agent at work and one of its trees on the screen."""
+"""`arpo demo`: train the quickstart recipe, then show an answer of the trained agent and one of its trees."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import opened, run_phases, watching
+from arpo_megatron.launch.job import open_run, run_job_phases, show_progress
 from arpo_megatron.launch.services import services
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
-    """Run everything and return the figures that the command line prints as its last line.
+    """Run the demo and return the figures that the command line prints as its last line.
 
     Raises:
         UserError: there is nothing to resume.
@@ -35,11 +35,11 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """
     started = time.monotonic()
     with (
-        opened(config, resume=resume) as run,
-        watching(run) as (progress, poll),
+        open_run(config, resume=resume) as run,
+        show_progress(run) as (progress, poll),
         Supervisor(run.logs) as supervisor,
     ):
-        run_phases(config, run, supervisor, progress, poll)
+        run_job_phases(config, run, supervisor, progress, poll)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
         task, tree = _answer_one(config, run, supervisor, tokenizer)
@@ -53,9 +53,9 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
 def _answer_one(
     config: JobConfig, run: RunDirectory, supervisor: Supervisor, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[Task, RolloutTree]:
-    """One held-out question, answered greedily by the exported model through a new engine and the tools."""
+    """Answer one held-out question greedily with the exported model, through a new engine and the tools."""
     held_out = load_data(config, tokenizer).held_out
-    # The last kind of generated task needs both tools, one after the other: the most to see.
+    # Tasks of the kind "two" need both tools.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
     with services(config, run, supervisor, run.export) as ready:
         rollouts = connect_rollouts(config, run.export, ready)
@@ -76,7 +76,7 @@ def _answer_one(
 
 
 def _transformers_gap(run: RunDirectory, trajectory: Trajectory) -> float:
-    """Load the export with transformers; largest difference to the engine's log-probs of the answer, in nats."""
+    """Return the largest gap between transformers' and the engine's log-probs of the answer, in nats."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -99,7 +99,7 @@ def _show(progress: Progress, tokenizer: "PreTrainedTokenizerFast", task: Task, 
 
 
 def _draw(progress: Progress, tokenizer: "PreTrainedTokenizerFast", run: RunDirectory) -> None:
-    """A tree of the first step, where the agent still hesitates."""
+    """Draw a tree of the first step, in which the agent still hesitates."""
     stored = rank_for_display(read_trees(step_file(run, stored_steps(run)[0])))[0]
     progress.show(render_tree(stored.tree, lambda ids: str(tokenizer.decode(ids)), stored.rewards))
 

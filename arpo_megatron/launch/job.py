@@ -1,4 +1,4 @@
-"""A whole job on this machine: prepare, cold start, train, export. The command line calls these functions."""
+"""The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
 import json
 import tempfile
@@ -24,31 +24,31 @@ from arpo_megatron.trainer.skipped_updates import check_dump, load_skipped_updat
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
-    """Run a recipe from its beginning, or from where its newest run stopped, to the export.
+    """Run a recipe to the export, from the beginning or from where its newest run stopped.
 
     Raises:
         UserError: an input is missing, or there is nothing to resume.
         ProcessDiedError: a process of the job died; the message names its log.
     """
     with (
-        opened(config, resume=resume) as run,
-        watching(run) as (progress, poll),
+        open_run(config, resume=resume) as run,
+        show_progress(run) as (progress, poll),
         Supervisor(run.logs) as supervisor,
     ):
-        run_phases(config, run, supervisor, progress, poll)
+        run_job_phases(config, run, supervisor, progress, poll)
         progress.note(f"exported to {run.export}")
     return run
 
 
-def run_phases(
+def run_job_phases(
     config: JobConfig, run: RunDirectory, supervisor: Supervisor, progress: Progress, poll: Callable[[], None]
 ) -> None:
-    """Prepare, cold start where the recipe has one, train; what a stopped run has done already is not done again."""
+    """Prepare, run the cold start if the recipe has one, and train. Phases that are done are not repeated."""
     _prepare(config, run, progress)
-    train_phases(config, run, supervisor, progress, poll, LocalBackend())
+    run_training_phases(config, run, supervisor, progress, poll, LocalBackend())
 
 
-def train_phases(
+def run_training_phases(
     config: JobConfig,
     run: RunDirectory,
     supervisor: Supervisor,
@@ -56,9 +56,9 @@ def train_phases(
     poll: Callable[[], None],
     backend: Backend,
 ) -> None:
-    """`run_phases` without the preparation, on any backend. Raises StoppedError too."""
+    """Run the cold start and the training on a backend. Raises StoppedError if the job is asked to end."""
     if config.sft.steps:
-        sft_phase(config, run, supervisor, progress, poll, backend)
+        run_sft_phase(config, run, supervisor, progress, poll, backend)
     if run.steps_done >= config.train.steps:
         progress.note("training is done already")
     else:
@@ -66,14 +66,14 @@ def train_phases(
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
-    """Only the cold start; returns the figures that the command line prints. Raises as `run_job` does."""
+    """Run the cold start alone; return the figures that the command line prints. Raises as `run_job` does."""
     with (
-        opened(config, resume=resume) as run,
-        watching(run) as (progress, poll),
+        open_run(config, resume=resume) as run,
+        show_progress(run) as (progress, poll),
         Supervisor(run.logs) as supervisor,
     ):
         _prepare(config, run, progress)
-        sft_phase(config, run, supervisor, progress, poll, LocalBackend())
+        run_sft_phase(config, run, supervisor, progress, poll, LocalBackend())
         progress.note(f"exported to {run.sft_model}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
@@ -97,7 +97,7 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
     check_model(config, run)
-    with run.locked(), watching(run) as (_, poll), Supervisor(run.logs) as supervisor:
+    with run.locked(), show_progress(run) as (_, poll), Supervisor(run.logs) as supervisor:
         run_trainer(
             "arpo_megatron.trainer.export_checkpoint", config, run, supervisor, arguments=[wanted, str(out)], poll=poll
         )
@@ -116,7 +116,7 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
     check_dump(load_skipped_update(dump), dump, config, run)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
-        with run.locked(), watching(run) as (_, poll), Supervisor(run.logs) as supervisor:
+        with run.locked(), show_progress(run) as (_, poll), Supervisor(run.logs) as supervisor:
             run_trainer(
                 "arpo_megatron.trainer.replay_update",
                 config,
@@ -129,13 +129,13 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
 
 
 @contextmanager
-def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
-    """A checked and locked run directory: a fresh one, or the newest of this config."""
+def open_run(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
+    """Check the inputs and yield a locked run directory: a fresh one, or the newest of this config."""
     check_inputs(config)
     run = run_directory.existing(config) if resume else run_directory.fresh(config)
     with run.locked():
         save_config(config, run.config)  # not before the lock: a running job reads it
-        run.remove_partial()  # what a kill -9 left
+        run.remove_partial()  # left by a kill -9
         try:
             yield run
         finally:
@@ -143,8 +143,8 @@ def opened(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
 
 
 @contextmanager
-def watching(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]:
-    """The live display, and the function that feeds it with what the trainer has said since the last call."""
+def show_progress(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]:
+    """Yield the live display, and a function that feeds it with the events since its last call."""
     reader = EventReader(run.events)
     with Progress() as progress:
 
@@ -163,12 +163,12 @@ def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
         progress.note(line)
 
 
-def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None]) -> list[str]:
-    """Fill a run directory with what its roles read; returns what is worth knowing, a line each. Raises UserError."""
-    data = prepare(config, run, tell)
+def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]) -> list[str]:
+    """Write the files that the job's processes read; return notes for the user. Raises UserError."""
+    data = prepare(config, run, log)
     notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
     if not run.searchable:
-        notes.append("there is nothing to search: the search tool is not offered (data.search_cache=FILE.json)")
+        notes.append("the search tool is off: there is nothing to search (data.search_cache=FILE.json)")
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"
@@ -177,7 +177,7 @@ def prepare_run(config: JobConfig, run: RunDirectory, tell: Callable[[str], None
     return notes
 
 
-def sft_phase(
+def run_sft_phase(
     config: JobConfig,
     run: RunDirectory,
     supervisor: Supervisor,
@@ -185,7 +185,7 @@ def sft_phase(
     poll: Callable[[], None],
     backend: Backend,
 ) -> None:
-    """Supervised training, unless it is done already. Raises as `train_phases` does."""
+    """Run the cold start unless it is done. Raises as `run_training_phases` does."""
     if run.sft_done:
         progress.note("the cold start is done already")
         return
@@ -210,11 +210,11 @@ def _train(
     with services(config, run, supervisor, model, backend) as ready:
         _check_stop(run)
         run_trainer("arpo_megatron.train", config, run, supervisor, env=ready.environment, poll=poll, backend=backend)
-        if run.steps_done < config.train.steps:  # else it was asked to end while it exported, and is done
+        if run.steps_done < config.train.steps:  # otherwise it was asked to end during the export, and is done
             _check_stop(run)
 
 
 def _check_stop(run: RunDirectory) -> None:
-    """Raises StoppedError where the job was asked to end; its ranks, if they ran, have saved what they had."""
+    """Raise StoppedError if the job was asked to end; its ranks have saved their state."""
     if run.stop.exists():
         raise StoppedError

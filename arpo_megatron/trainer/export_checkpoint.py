@@ -10,7 +10,7 @@ from arpo_megatron.actor.checkpoint import CheckpointStore, find_damage
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.trainer.setup import ActorSession, actor_session
-from arpo_megatron.utils.atomic import written
+from arpo_megatron.utils.atomic import explain_disk_errors
 from arpo_megatron.utils.rank_main import rank_main
 from arpo_megatron.weights.export import export_hf
 
@@ -37,7 +37,7 @@ def main() -> None:
     run, step, out = RunDirectory(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
     with actor_session(run, "train", training=False) as session:
         load_checkpoint(session, step)
-        with written(out, "make room and give the command again"):
+        with explain_disk_errors(out, "make room and give the command again"):
             export_hf(session.actor.chunks, session.actor.spec, session.start, out)
 
 

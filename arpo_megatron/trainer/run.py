@@ -39,7 +39,7 @@ from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.trainer.push import push_with_retries
 from arpo_megatron.trainer.setup import ActorSession
-from arpo_megatron.utils.atomic import write_json, written
+from arpo_megatron.utils.atomic import explain_disk_errors, write_json
 from arpo_megatron.weights.export import export_hf
 
 T = TypeVar("T")
@@ -273,10 +273,10 @@ class TrainingRun:
         session.log_saves(wait=True)
         session.events.emit("phase", name="export", step=self.step)
         otherwise = resume_from(directory.checkpoints)
-        with written(directory.export, otherwise):
+        with explain_disk_errors(directory.export, otherwise):
             export_hf(self.actor.chunks, self.actor.spec, session.start, directory.export)
         if self.controller is not None:
-            with written(directory.result, otherwise):
+            with explain_disk_errors(directory.result, otherwise):
                 write_json(directory.result, asdict(self.state))
             directory.step_journal.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ from arpo_megatron.trainer.batch import Batch
 from arpo_megatron.trainer.metrics import pack_metrics, speed_metrics, update_metrics
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.tree import RolloutTree
-from arpo_megatron.utils.atomic import write_json, written
+from arpo_megatron.utils.atomic import explain_disk_errors, write_json
 from arpo_megatron.weights.export import export_hf
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ class SftRun:
                 "held_out": len(self.examples.held_out),
                 "skipped_rows": self.examples.skipped_rows,
             }
-            with written(directory.sft_result, otherwise):
+            with explain_disk_errors(directory.sft_result, otherwise):
                 write_json(directory.sft_result, {name: _finite(value) for name, value in result.items()})
-        with written(directory.sft_model, otherwise):
+        with explain_disk_errors(directory.sft_model, otherwise):
             export_hf(session.actor.chunks, session.actor.spec, session.start, directory.sft_model)
 
     def _log(self, batch: Batch, stats: UpdateStats, seconds: float) -> None:

@@ -1,1 +1,4 @@
-"""utils."""
+"""Helpers that know no domain: atomic files, process groups, signals, rank entry point, readers, clients, text.
+
+May import `errors` only (and `tree` below it).
+"""

@@ -60,7 +60,7 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def written(path: Path, otherwise: str) -> Iterator[None]:
+def explain_disk_errors(path: Path, otherwise: str) -> Iterator[None]:
     """Turn an OSError while `path` is written into a UserError that ends with `otherwise`, the way to fix it."""
     try:
         yield

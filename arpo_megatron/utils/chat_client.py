@@ -1,7 +1,7 @@
-"""Requests to a server that speaks OpenAI's chat protocol: each with a deadline, each reply read or refused.
+"""Requests to a server of OpenAI's chat protocol, with a deadline for each, and checks of the replies.
 
-A judge and an evaluated server are asked through here. The openai client repeats what failed on the way; what it does
-not look at is whether a reply with status 200 is one (a proxy's login page is not).
+Used for the judge and for evaluated servers. The openai client repeats failed requests, but does not check whether a
+reply with status 200 is a completion (a proxy's login page is not).
 """
 
 import asyncio
@@ -16,25 +16,25 @@ import openai
 from arpo_megatron.utils.text import whole_characters
 
 MAX_REPLY_BYTES = 16 * 2**20
-"""Of a body, unpacked; a completion of a hundred thousand tokens has less than one of these megabytes."""
+"""Largest unpacked body; a completion of 100,000 tokens takes less than one of these megabytes."""
 MAX_TOKENS = 10**7
-"""No context is as long: a server that counts more counts nothing."""
+"""Longer than any context: larger token counts of a server are ignored."""
 
 
 class UnreadableReplyError(Exception):
-    """The server answered with status 200 and something that is not what the protocol promises."""
+    """The server answered with status 200 and something other than the protocol promises."""
 
 
 class Trouble(Enum):
-    """What a status that is no success is about."""
+    """Kinds of failed requests."""
 
-    SERVER = "server"  # ill, busy or away: the same request may be answered later
-    REQUEST = "request"  # this one is not answered, others are
-    ACCESS = "access"  # address, model, key or account: none is answered until somebody mends that
+    SERVER = "server"  # busy or down: the same request may succeed later
+    REQUEST = "request"  # this request fails, others succeed
+    ACCESS = "access"  # address, model, key or account: every request fails until that is fixed
 
 
-def trouble_of(status: int) -> Trouble:
-    """What an HTTP status that is no success is about; one that is not known is taken for this request's."""
+def classify_status(status: int) -> Trouble:
+    """Return the kind of failure of an HTTP status; an unknown status blames the request."""
     if status >= 500 or status in (408, 409, 425, 429):
         return Trouble.SERVER
     if status < 400 or status in (401, 402, 403, 404, 407, 410):
@@ -44,26 +44,23 @@ def trouble_of(status: int) -> Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model said.
-
-    Attributes:
-        text: "" where it said nothing (a refusal, or all of it thoughts); of whole characters.
-        finish_reason: as the server has it: "stop", "length", ...
-        prompt_tokens: of the request, at most `MAX_TOKENS`; None: the server does not count, or no such number.
-        completion_tokens: of the whole reply; likewise.
-        repeated: how often the request was sent again before this came.
-    """
+    """The reply of a model."""
 
     text: str
+    """"" for a refusal or a reply of thoughts alone; no unpaired surrogates."""
     finish_reason: str | None
+    """The server's word: "stop", "length", ..."""
     prompt_tokens: int | None
+    """Tokens of the request; None if the server does not count, or counts more than `MAX_TOKENS`."""
     completion_tokens: int | None
+    """Tokens of the reply; None as for the prompt."""
     repeated: int
+    """How often the request was repeated before this reply."""
 
 
 class _BoundedClient(openai.DefaultAsyncHttpxClient):
-    """Bounds a request as a whole. httpx's timeouts bound one read each: a byte now and then would hold it for ever,
-    and nothing bounds how much is read.
+    """Bounds time and size of a whole reply. httpx's timeouts bound single reads: a server that sends a byte now and
+    then would hold a request forever.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -71,7 +68,7 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
         self._deadline_s = deadline_s
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-        """With the body, which is cut behind `MAX_REPLY_BYTES`."""
+        """Send a request and read the reply, up to `MAX_REPLY_BYTES`."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 response = await super().send(request, **{**options, "stream": True})
@@ -84,26 +81,25 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
 
 
 async def _read(response: httpx.Response) -> httpx.Response:
-    """The response with its body, as far as that is read."""
     body = bytearray()
     async for piece in response.aiter_bytes():
         body += piece
         if len(body) > MAX_REPLY_BYTES:
             break
-    # The body is unpacked and whole by now, and these speak of how it came.
+    # These describe the body as it was sent; it is unpacked now.
     dropped = ("content-encoding", "content-length", "transfer-encoding")
     headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in dropped]
     return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
 
-def connected(url: str, *, key: str | None, deadline_s: float, retries: int) -> openai.AsyncOpenAI:
-    """A client of the server; use as `async with`.
+def open_client(url: str, *, key: str | None, deadline_s: float, retries: int) -> openai.AsyncOpenAI:
+    """Return a client of a server, an async context manager.
 
     Args:
         url: base address, e.g. http://HOST:PORT/v1.
-        key: that the server wants; None: it wants none.
-        deadline_s: of one reply, wall time in seconds.
-        retries: how often a request that failed is sent again.
+        key: API key; None if the server needs none.
+        deadline_s: wall time of one reply.
+        retries: how often a failed request is repeated.
     """
     return openai.AsyncOpenAI(
         base_url=url,
@@ -115,15 +111,15 @@ def connected(url: str, *, key: str | None, deadline_s: float, retries: int) -> 
 
 
 async def complete(client: openai.AsyncOpenAI, **request: Any) -> Completion:
-    """One completion.
+    """Request one completion.
 
     Args:
-        client: of the server.
+        client: client of the server.
         request: parameters of `chat.completions.create`.
 
     Raises:
         UnreadableReplyError: the reply is no completion.
-        openai.APIError: there is none.
+        openai.APIError: the request failed.
     """
     answer = await client.chat.completions.with_raw_response.create(**request)
     body = _json(answer)
@@ -142,7 +138,7 @@ async def complete(client: openai.AsyncOpenAI, **request: Any) -> Completion:
 
 
 async def model_names(client: openai.AsyncOpenAI) -> list[str]:
-    """The models that the server has. Raises as `complete` does."""
+    """Return the names of the server's models. Raises as `complete` does."""
     answer = await client.models.with_raw_response.list()
     body = _json(answer)
     try:
@@ -152,7 +148,6 @@ async def model_names(client: openai.AsyncOpenAI) -> list[str]:
 
 
 def _json(answer: Any) -> Any:
-    """What a raw response holds."""
     if len(answer.content) > MAX_REPLY_BYTES:
         raise UnreadableReplyError(f"a reply of more than {MAX_REPLY_BYTES // 2**20} MiB: {_start(answer.text)}")
     try:
@@ -162,7 +157,6 @@ def _json(answer: Any) -> Any:
 
 
 def _start(text: str) -> str:
-    """What a reply begins with, on one line."""
     return repr(" ".join(text[:200].split())[:80])
 
 

@@ -1,10 +1,10 @@
-"""How a trainer rank ends when something fails: its own traceback first, and the other ranks soon after.
+"""Entry point of a trainer rank, and how it ends when something fails.
 
-A rank whose peer has died fails too, in whatever collective it sat in. What the user must read is the first failure:
-- a failing rank tells its traceback at once, before anything is taken down that other ranks would notice;
-- a rank that lost a peer waits before it tells, and in that time torchrun, which saw the peer end, ends it;
-- no clean-up may hold a failed rank back: after `CLEANUP_S` seconds it ends, whatever it was doing.
-torchrun ends the other ranks with a signal that stops them even inside a collective.
+A rank whose peer has died fails too, in the collective that it waits in. The user must read the first failure:
+- A failing rank logs its traceback at once, before it closes anything that other ranks would notice.
+- A rank that lost a peer waits before it logs. Meanwhile the launcher, which saw the peer end, ends it.
+- A failed rank ends after `CLEANUP_S` seconds, even if its clean-up hangs.
+The launcher ends the other ranks with a signal that stops them even inside a collective.
 """
 
 import os
@@ -31,14 +31,11 @@ _PEER_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo/transport|remote process exited|nccl communicator was aborted",
     re.IGNORECASE,
 )
-_told: list[BaseException] = []
+_logged: list[BaseException] = []
 
 
 def rank_main(main: Callable[[], None]) -> Callable[[], None]:
-    """Make `main` the entry point of a rank.
-
-    It dies with the job that started it, and whatever it raises is told as this module says, and ends the process.
-    """
+    """Make `main` the entry point of a rank, which dies with its job and ends at any exception of `main`."""
 
     @wraps(main)
     def run() -> None:
@@ -52,13 +49,13 @@ def rank_main(main: Callable[[], None]) -> Callable[[], None]:
             log_failure(error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # exit handlers wait for threads, and sockets are closed only now
+            os._exit(1)  # exit handlers would wait for threads; sockets close only now
 
     return run
 
 
 def _die_with_job() -> None:
-    """Be killed with torchrun; and end here if the job died while this rank was being started."""
+    """Die with torchrun, and end here if the job died while this rank was started."""
     die_with_parent()
     job = os.environ.get(JOB_PID)
     if job is not None and not Path(f"/proc/{job}").exists():
@@ -66,16 +63,16 @@ def _die_with_job() -> None:
 
 
 def log_failure(error: BaseException) -> None:
-    """Write the traceback to the log and to torchrun; once for an error, however often it is called on its way up."""
-    if _told:
+    """Write the traceback to the log and to torchrun; further calls do nothing."""
+    if _logged:
         return
-    _told.append(error)
+    _logged.append(error)
     if _lost_a_peer(error):
         time.sleep(PEER_GRACE_S)
     rank = os.environ.get("RANK", "0")
-    # A UserError's line says it all; the command line shows it alone.
+    # A UserError needs no traceback; the command line shows its line alone.
     text = f"arpo: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-    with suppress(OSError):  # a full disk, which the error may tell of, must not take its place
+    with suppress(OSError):  # a full disk must not hide the error
         # One write: the ranks share the log, and their lines must not mix.
         os.write(2, f"{RANK_FAILED.format(rank=rank)}\n{text}{RANK_FAILED_END}\n".encode(errors="replace"))
         get_error_handler().record_exception(error)
@@ -83,7 +80,6 @@ def log_failure(error: BaseException) -> None:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
     return isinstance(error, dist.DistError | RuntimeError | OSError) and bool(_PEER_LOST.search(str(error)))
 
 

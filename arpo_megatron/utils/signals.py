@@ -1,4 +1,4 @@
-"""Signals that ask this process to end: one exception for all of them, and when it may not come."""
+"""Signals that ask this process to end: one exception for all of them, deferred or ignored where it must not come."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -10,18 +10,18 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. Like KeyboardInterrupt, but no library in between catches it.
+    """A signal asked this process to end. Unlike KeyboardInterrupt, no library catches it.
 
-    The message, where there is one, is for the user: what was done about it.
+    The message, if there is one, tells the user what was done about it.
     """
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """A signal inside takes effect on leaving. Main thread only.
+    """Deliver a signal that arrives inside on leaving. Main thread only.
 
-    Around a fork: what a handler raises in an at-fork hook (logging has one) is printed and lost, and a process that
-    has started but is not yet noted would be left behind.
+    Used around a fork: an exception that a handler raises in an at-fork hook (logging has one) is printed and lost, and
+    a process that has started but is not recorded would be left behind.
     """
     arrived: list[int] = []
     try:
@@ -34,8 +34,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """As `interrupts_deferred`, and the commands that are run inside do not hear the terminal's ctrl-C either: they
-    inherit which signals are blocked."""
+    """Defer signals as `interrupts_deferred` does, also for commands that are run inside: they inherit the mask."""
     with interrupts_deferred():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
         try:
@@ -46,7 +45,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Neither this process nor a command that is run inside hears a signal, for a clean-up. Main thread only."""
+    """Ignore signals during a clean-up, also in commands that are run inside. Main thread only."""
     with _handled_by(signal.SIG_IGN):
         yield
 
@@ -62,7 +61,7 @@ def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handler
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that every way of ending runs the same clean-up."""
+    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that all of them run the same clean-up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted

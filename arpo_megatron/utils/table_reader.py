@@ -1,7 +1,7 @@
-"""Files of rows that users give, whatever is in them: JSON lines, JSON, CSV and parquet.
+"""Reader of users' data files: JSON lines, JSON, CSV and parquet.
 
-There is one way to be unreadable: a `UserError` that names the file, the line where it has lines, and what is wrong.
-One line that is not JSON need not spoil a file: it is a row too, and whoever reads says what becomes of it.
+An unreadable file is a `UserError` that names the file, the line and the problem. A single line that is not JSON is a
+row too: the caller decides whether to skip it.
 """
 
 import csv
@@ -19,53 +19,50 @@ _BATCH_ROWS = 256
 
 
 class BadRowError(ValueError):
-    """Why a row is of no use to whoever reads it."""
+    """Why a row cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A row as it stands in its file.
-
-    Attributes:
-        number: from 0; empty lines are none.
-        where: file and place, as an error names them.
-        found: what it holds, or why that cannot be read.
-    """
+    """One row of a file."""
 
     number: int
+    """Counted from 0, without empty lines."""
     where: str
+    """File and line, for error messages."""
     found: Any
+    """Content of the row, or the BadRowError that says why it cannot be read."""
 
     def value(self) -> Any:
-        """What it holds. Raises BadRowError where that cannot be read."""
+        """Return the content. Raises BadRowError if it cannot be read."""
         if isinstance(self.found, BadRowError):
             raise self.found
         return self.found
 
     def needed(self) -> Any:
-        """Likewise, where the file is of no use without it. Raises UserError."""
+        """Return the content of a row without which the file is useless. Raises UserError."""
         if isinstance(self.found, BadRowError):
             raise self.refused(str(self.found))
         return self.found
 
     def refused(self, reason: str) -> UserError:
-        """The error that names the row."""
+        """Return an error that names the row."""
         return UserError(f"{self.where}: {reason}")
 
 
 def read_rows(
     path: Path, key: str = "", *, columns: Sequence[str] | None = None, content: bytes | None = None
 ) -> Iterator[FileRow]:
-    """The rows of a file: of a table, of a JSON array, or else its lines, each of them JSON.
+    """Yield the rows of a table, the elements of a JSON array, or the lines of a file of JSON lines.
 
     Args:
-        path: of the file; its suffix says what it is, and what none of `FORMATS` names is JSON lines.
-        key: what stands before the path where it was given, e.g. "--train-data ".
-        columns: those of a parquet file that are wanted, as far as it has them; None: all.
-        content: of the file, where it was read already.
+        path: the file. Its suffix decides the format; any suffix outside `FORMATS` means JSON lines.
+        key: text before the path in messages, e.g. "--train-data ".
+        columns: columns to read from a parquet file that has them; None for all.
+        content: content of the file, if it was read already.
 
     Raises:
-        UserError: no such file, or not what its suffix says.
+        UserError: there is no such file, or it does not have the format of its suffix.
     """
     with _opened(path, key, content) as file:
         match path.suffix:
@@ -80,13 +77,13 @@ def read_rows(
 
 
 def read_parquet_rows(path: Path, key: str = "", *, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
-    """As `read_rows`, of a parquet file under any name."""
+    """Yield the rows of a parquet file with any suffix. Raises as `read_rows` does."""
     with _opened(path, key, None) as file:
         yield from _parquet(file, f"{key}{path}", columns)
 
 
 def parquet_columns(path: Path, key: str = "") -> list[str]:
-    """The names of a parquet file's columns. Raises UserError as `read_parquet_rows` does."""
+    """Return the column names of a parquet file. Raises as `read_rows` does."""
     import pyarrow
     import pyarrow.parquet
 
@@ -109,14 +106,13 @@ def _opened(path: Path, key: str, content: bytes | None) -> BinaryIO:
 
 
 def _parquet(file: BinaryIO, name: str, columns: Sequence[str] | None) -> Iterator[FileRow]:
-    """A batch in memory at a time."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            # Where it has none of them every row is told with what it has instead.
+            # If it has none of them, every row is read whole, so that messages show its columns.
             kept = None if columns is None else [each for each in columns if each in table.schema_arrow.names] or None
             for batch in table.iter_batches(_BATCH_ROWS, columns=kept):
                 for row in batch.to_pylist():
@@ -139,7 +135,7 @@ def _csv(file: BinaryIO, name: str) -> Iterator[FileRow]:
         for line, text in _lines(file, name, newline=""):  # noqa: B007  (named in errors)
             yield text
 
-    try:  # csv itself says where a row ends
+    try:  # csv decides where a row ends
         for number, row in enumerate(csv.DictReader(texts())):
             yield FileRow(number, f"{name}, line {line}", row)
     except csv.Error as error:
@@ -147,7 +143,7 @@ def _csv(file: BinaryIO, name: str) -> Iterator[FileRow]:
 
 
 def _json(file: BinaryIO, name: str) -> Iterator[FileRow]:
-    """An array, or lines under the name of one, as some publish them."""
+    """Read an array, or JSON lines in a file that is named .json."""
     text = "".join(line for _, line in _lines(file, name, newline=None))
     try:
         found = json.loads(text)
@@ -177,17 +173,17 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[FileRow]:
 
 
 def _not_json(error: Exception) -> str:
-    """Its own line number counts from the beginning of what was parsed, which may be one line of many."""
+    """Return a message without the error's line number, which counts within the parsed text."""
     reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     return f"not JSON: {reason}"
 
 
 def _lines(file: BinaryIO, name: str, newline: str | None) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1. A form feed or U+2028 inside of text ends none, as for `str.splitlines`.
+    """Yield lines with their numbers from 1. Form feeds and U+2028 end no line, unlike in `str.splitlines`.
 
-    Raises UserError at the first that is not UTF-8.
+    Raises UserError at the first line that is not UTF-8.
     """
-    # Bytes that are none are let through at first: the decoder reads ahead and cannot say in which line they stand.
+    # The decoder reads ahead and cannot say which line is wrong, so each line is checked after it was read.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     try:
         for number, line in enumerate(text, 1):
@@ -198,4 +194,4 @@ def _lines(file: BinaryIO, name: str, newline: str | None) -> Iterator[tuple[int
             yield number, line
     except OSError as error:
         raise UserError(f"{name}: {error.strerror or error}") from None
-    text.detach()  # or the file would be closed with it
+    text.detach()  # otherwise the file is closed with it

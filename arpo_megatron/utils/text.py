@@ -1,4 +1,4 @@
-"""Text that every tokenizer and file takes."""
+"""Text that every tokenizer and file accepts."""
 
 import re
 
@@ -6,8 +6,8 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair that stands alone.
+    """Return the text with U+FFFD for each unpaired surrogate.
 
-    JSON may hold one (an emoji that was cut in the middle); no tokenizer and no file takes it.
+    JSON may hold one (an emoji that was cut in the middle); tokenizers and files accept none.
     """
     return _HALF_CHARACTER.sub("\ufffd", text)

@@ -63,7 +63,7 @@ def test_disk_check_fails_if_checkpoints_do_not_fit(tmp_path: Path) -> None:
     large = resolve.resolve("deepsearch_14b", overrides=["train.keep_checkpoints=20"])
     found = check_disk(large, run)  # of an unknown model
     assert (
-        "4343.0 GB are wanted for checkpoints" in found.text
+        "4343.0 GB are needed for checkpoints" in found.text
     )  # 21 of 14,768,307,200 parameters, 14 bytes each, and 1 GiB
     assert found.level == "failure" and "train.keep_checkpoints" in found.fix
     unknown = check_disk(job(f"model.path={tmp_path}"), run)
@@ -282,7 +282,7 @@ def test_clock_check_compares_with_the_filesystem(monkeypatch: pytest.MonkeyPatc
 def test_missing_package_of_a_recipe_is_a_failure() -> None:
     assert check_packages(job("engine.router=sglang"), False).level == "ok"
     found = check_packages(job(), True)
-    assert found.level == "failure" and "quickstart wants transformer-engine, sgl_kernel, not installed" in found.text
+    assert found.level == "failure" and "quickstart needs transformer-engine, sgl_kernel, not installed" in found.text
     assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
@@ -300,7 +300,7 @@ def test_cold_start_skips_checks_of_the_tool_service() -> None:
 
 def test_isolation_check_runs_isolated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     reached = check_isolation(job("sandbox.isolation=limits"))
-    assert reached.level == "ok" and "at least limits is asked for" in reached.text
+    assert reached.level == "ok" and "sandbox.isolation=limits" in reached.text
     monkeypatch.setattr("tools_sandbox.python_tool.walls.Walls.level", lambda walls: Level.LIMITS)  # an old kernel
     found = check_isolation(job())
     assert found.level == "failure" and "level limits, sandbox.isolation wants contained" in found.text
@@ -335,10 +335,10 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
 ) -> None:
     """A downloaded model is trained on GPUs unless overrides set platform=cpu."""
     monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
-    monkeypatch.setattr("arpo_megatron.cli.doctor.on_this_machine", lambda gpus, port: ok("network", ""))
+    monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda gpus, port: ok("network", ""))
     examine(resolve.resolve("deepsearch_14b"), None)
     said = lines_of(capsys.readouterr().out)
-    assert "deepsearch_14b wants transformer-engine, sgl_kernel, not installed" in said["packages"]
+    assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in said["packages"]
     assert said["gpu"].startswith("warning") and "torch sees none here" in said["gpu"]
     examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
     said = lines_of(capsys.readouterr().out)

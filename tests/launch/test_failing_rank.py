@@ -1,4 +1,4 @@
-"""A rank that fails ends all ranks soon, and what the user reads first is why."""
+"""A failing rank ends all ranks soon, and the user reads its error first."""
 
 import re
 import time
@@ -18,7 +18,7 @@ END_S = 100.0  # a rank that nobody ends sits in its collective or its clean-up 
 
 
 @pytest.mark.parametrize("how", ["hangs in its clean-up", "is killed"])
-def test_the_first_words_are_the_guilty_ranks_and_all_ranks_end(tmp_path, how):
+def test_failing_rank_is_reported_first_and_all_ranks_end(tmp_path, how):
     run = RunDirectory(tmp_path)
     (tmp_path / "how.txt").write_text(how)
     run.logs.mkdir()

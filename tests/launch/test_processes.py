@@ -1,4 +1,4 @@
-"""Roles end together, whatever ends first, and leave nothing behind."""
+"""The processes of a job end together, whichever ends first, and leave nothing behind."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
     return False
 
 
-def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
+def test_wait_returns_when_the_process_ends_well(tmp_path: Path) -> None:
     polls = []
     with Supervisor(tmp_path) as supervisor:
         supervisor.wait(
@@ -47,7 +47,7 @@ def test_a_role_that_ends_well_is_waited_for(tmp_path: Path) -> None:
     assert polls
 
 
-def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_path: Path) -> None:
+def test_first_failure_names_the_log_and_ends_all_processes(tmp_path: Path) -> None:
     with pytest.raises(ProcessDiedError) as caught, Supervisor(tmp_path) as supervisor:
         sleeper = supervisor.start("trainer", SLEEP)
         supervisor.start("engine", [sys.executable, "-c", "import sys; print('out of memory'); sys.exit(3)"])
@@ -58,7 +58,7 @@ def test_the_first_role_to_fail_is_named_with_its_log_and_ends_the_others(tmp_pa
     assert gone(sleeper.process.pid)
 
 
-def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: Path) -> None:
+def test_wait_ends_when_another_process_is_killed(tmp_path: Path) -> None:
     with (
         pytest.raises(ProcessDiedError, match="sandbox was killed by SIGKILL"),
         Supervisor(tmp_path) as supervisor,
@@ -68,7 +68,7 @@ def test_a_killed_service_ends_the_wait_even_though_the_trainer_lives(tmp_path: 
         supervisor.wait(trainer)
 
 
-def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> None:
+def test_stop_kills_groups_that_ignore_sigterm(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("stubborn", STUBBORN)
         while role.log.read_text() != "up\n":
@@ -80,7 +80,7 @@ def test_stop_ends_whole_groups_even_when_term_is_ignored(tmp_path: Path) -> Non
     assert all(gone(pid) for pid in family)
 
 
-def test_roles_die_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_processes_die_with_a_killed_launcher(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from arpo_megatron.launch.supervisor import Supervisor\n"
         f"supervisor = Supervisor(Path({str(tmp_path)!r})); supervisor.__enter__()\n"
@@ -107,9 +107,7 @@ with LocalBackend().scratch() as folder:
 """
 
 
-def test_the_short_lived_files_of_a_job_that_was_killed_are_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_of_a_killed_job_is_removed_by_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     command, env = [sys.executable, "-c", HOLDER], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:

@@ -1,4 +1,4 @@
-"""A job that is asked to end is stopped only where something is left to do.
+"""A job that is asked to end is stopped only if something is left to do.
 
 Ranks and services are stood in for: a real export of a small model is over before it can be asked to end in its middle.
 """
@@ -50,16 +50,16 @@ class Ranks(LocalBackend):
         config = resolve.resolve("quickstart", overrides=[*WORDS, *words])
         with Supervisor(self.run.logs) as supervisor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
-            job.train_phases(config, self.run, supervisor, Progress(), lambda: None, self)
+            job.run_training_phases(config, self.run, supervisor, Progress(), lambda: None, self)
 
 
-def test_a_job_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
+def test_job_stopped_during_its_export_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "train", exports=True)
     ranks.train()
     assert ranks.ran == ["sft", "services", "train"]
 
 
-def test_a_job_that_has_saved_and_ended_is_not_done_also_if_a_shorter_training_once_was(tmp_path: Path) -> None:
+def test_stopped_job_is_not_done_after_a_longer_training_was_asked_for(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "train", exports=False)
     with pytest.raises(StoppedError):
         ranks.train()
@@ -71,22 +71,22 @@ def test_a_job_that_has_saved_and_ended_is_not_done_also_if_a_shorter_training_o
 
 
 @pytest.mark.parametrize("exports", [True, False])
-def test_no_engine_is_started_behind_a_cold_start_that_was_asked_to_end(tmp_path: Path, exports: bool) -> None:
+def test_no_engine_starts_after_a_stopped_cold_start(tmp_path: Path, exports: bool) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=exports)
     with pytest.raises(StoppedError):
         ranks.train()
     assert ranks.ran == ["sft"]
 
 
-def test_a_cold_start_alone_that_is_asked_to_end_while_it_exports_is_done(tmp_path: Path) -> None:
+def test_cold_start_stopped_during_its_export_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
     with Supervisor(ranks.run.logs) as supervisor:
-        job.sft_phase(
+        job.run_sft_phase(
             resolve.resolve("quickstart", overrides=WORDS), ranks.run, supervisor, Progress(), lambda: None, ranks
         )
 
 
-def test_what_a_killed_job_was_asked_does_not_keep_its_checkpoints_from_being_exported(tmp_path: Path) -> None:
+def test_stop_file_of_a_killed_job_does_not_stop_an_export(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
     ranks.run.stop.touch()
     with Supervisor(ranks.run.logs) as supervisor:

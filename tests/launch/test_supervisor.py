@@ -1,4 +1,4 @@
-"""Services that die or hang are restarted at their address, so often and no more; the health page tells of it."""
+"""Services that die or hang are restarted at their address a limited number of times; the health page shows it."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def events(run: RunDirectory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fault", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer for 3 s")]
 )
-def test_a_dead_or_hung_service_comes_back_at_its_address(
+def test_dead_or_hung_service_is_restarted_at_its_address(
     run: RunDirectory, supervisor: Supervisor, fault: signal.Signals, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hang_timeout_s = 3.0 if fault is signal.SIGSTOP else 120.0
@@ -124,7 +124,7 @@ def test_a_dead_or_hung_service_comes_back_at_its_address(
         read_health(run)
 
 
-def test_a_service_is_not_down_before_it_was_up_once(
+def test_service_in_its_first_start_is_not_down(
     run: RunDirectory, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_serve = run.path / "may_serve"
@@ -148,7 +148,7 @@ def test_a_service_is_not_down_before_it_was_up_once(
         assert " down " in capsys.readouterr().out
 
 
-def test_after_the_last_restart_the_job_stops_with_the_reason(run: RunDirectory, supervisor: Supervisor) -> None:
+def test_job_ends_with_the_reason_after_the_last_restart(run: RunDirectory, supervisor: Supervisor) -> None:
     toy = program(run)
     trainer = supervisor.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
     with supervisor.serving(run, restarts=1):
@@ -192,7 +192,7 @@ def test_pauses_between_restarts_double(run: RunDirectory, supervisor: Superviso
         ("import time; time.sleep(600)", 1.5, "was not ready after 1.5 s"),
     ],
 )
-def test_a_service_that_never_came_up_is_not_restarted(
+def test_service_that_never_came_up_is_not_restarted(
     run: RunDirectory, supervisor: Supervisor, code: str, ready_s: float, why: str
 ) -> None:
     with (
@@ -205,9 +205,7 @@ def test_a_service_that_never_came_up_is_not_restarted(
 
 
 @pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
-def test_a_service_that_is_given_time_ends_in_order(
-    run: RunDirectory, supervisor: Supervisor, grace_s: float, said: str
-) -> None:
+def test_service_with_grace_ends_in_order(run: RunDirectory, supervisor: Supervisor, grace_s: float, said: str) -> None:
     polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
     toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
     with supervisor.serving(run, restarts=3):
@@ -232,7 +230,7 @@ with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=3):
 """
 
 
-def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) -> None:
+def test_services_and_health_page_die_with_a_killed_job(run: RunDirectory) -> None:
     script = LAUNCHER.format(tests=str(Path(__file__).resolve().parents[2]), path=str(run.path))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
@@ -246,9 +244,7 @@ def test_services_die_with_a_killed_job_and_its_page_says_so(run: RunDirectory) 
         read_health(run)
 
 
-def test_a_service_whose_memory_is_lent_stays_down_until_it_may_have_it_again(
-    run: RunDirectory, supervisor: Supervisor
-) -> None:
+def test_service_with_lent_memory_stays_down_until_it_is_returned(run: RunDirectory, supervisor: Supervisor) -> None:
     toy = program(run, held_by=run.memory_lent)
     with supervisor.serving(run, restarts=3):
         supervisor.serve(toy)

@@ -1,7 +1,6 @@
-"""Which trees a step trains when some are left out, and how pushes that fail meet trees under way.
+"""Which trees a step trains, what happens to the others, and how trees in flight survive pushes, stops and kills.
 
-The rollout service is a double: that a push fails between two attempts, or that every group of a step has no signal,
-cannot be produced otherwise without waiting for chance. `tests/e2e` runs the same code with the real one.
+The rollout process is a double, because a real one does not fail or drop on demand; `tests/e2e` uses the real one.
 """
 
 from collections import Counter
@@ -41,7 +40,7 @@ from arpo_megatron.tree import Role, RolloutTree
 
 @dataclass
 class Rollouts:
-    """Finishes what it is asked for, at once and in order; notes every call."""
+    """Finishes requested trees at once and in order; records every call."""
 
     calls: list[str] = field(default_factory=list)
     in_flight: list[Task] = field(default_factory=list)
@@ -174,33 +173,33 @@ def collector(tmp_path: Path) -> Start:
     return make
 
 
-def test_groups_without_signal_are_replaced_and_counted(collector: Start) -> None:
+def test_collector_replaces_trees_without_signal(collector: Start) -> None:
     held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=3)
     assert [item.tree.task_id for item in held.collect(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
     assert current(held).dropped["no_signal"] == 2
 
 
-def test_spare_trees_are_used_before_others_are_started_whatever_the_refills(collector: Start) -> None:
+def test_collector_uses_spare_trees_before_refills(collector: Start) -> None:
     held, rollouts = collector(lambda task: task not in ("t0", "t2"), max_refills=0, oversampling=0.5)
     assert [item.tree.task_id for item in held.collect(0)] == ["t1", "t3", "t4", "t5"]
     assert rollouts.calls == ["start 6", "collect 4", "collect 2"]
 
 
-def test_a_step_trains_what_it_has_when_the_refills_are_used_up(collector: Start) -> None:
+def test_step_trains_fewer_trees_after_the_last_refill(collector: Start) -> None:
     held, _ = collector(lambda task: task == "t5", max_refills=1)
     assert [item.tree.task_id for item in held.collect(0)] == ["t5"]
     assert current(held).dropped["no_signal"] == 7
     assert "step 1 trains 1 trees of 4" in held.events.path.read_text()
 
 
-def test_a_step_without_any_tree_says_what_became_of_them(collector: Start) -> None:
+def test_step_without_trees_names_the_drops(collector: Start) -> None:
     held, _ = collector(lambda _task: False, max_refills=1)
     with pytest.raises(RuntimeError, match=r"step 1 has no tree to train; dropped: .*8 no_signal"):
         held.collect(0)
 
 
-def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(collector: Start) -> None:
+def test_repeated_push_does_not_pause_trees_again(collector: Start) -> None:
     held, rollouts = collector(max_staleness=1, across_push="drain")
     held.collect(0)
     rollouts.calls.clear()
@@ -213,7 +212,7 @@ def test_a_push_that_is_made_again_does_not_wait_for_trees_at_rest(collector: St
     assert rollouts.calls == ["finish", "pause", "resume 1", "finish", "pause"]
 
 
-def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(collector: Start) -> None:
+def test_oversampled_trees_are_stored_with_their_cost(collector: Start) -> None:
     held, rollouts = collector(oversampling=0.75)
     assert len(held.collect(0)) == 4
     assert rollouts.calls == ["start 7", "collect 4", "stop"]
@@ -227,7 +226,7 @@ def test_trees_that_are_given_up_are_kept_for_the_log_with_what_they_cost(collec
     assert held.in_flight == []
 
 
-def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_them(collector: Start) -> None:
+def test_stale_trees_are_dropped_and_replaced(collector: Start) -> None:
     held, rollouts = collector(max_staleness=1, stale="drop")
     rollouts.versions = {f"t{n}": 1 for n in range(9, 16)}  # t8 took longer: its first segment is of version 0
     steps = [[item.tree.task_id for item in held.collect(step)] for step in range(3)]
@@ -237,14 +236,14 @@ def test_a_step_refuses_trees_that_are_too_old_instead_of_waiting_and_replaces_t
     assert rollouts.waited == {None}
 
 
-def test_without_refusal_a_step_waits_for_those_that_would_be_too_old(collector: Start) -> None:
+def test_step_waits_for_trees_that_would_become_stale(collector: Start) -> None:
     held, rollouts = collector(max_staleness=2)
     held.collect(0)
     held.collect(5)
     assert rollouts.waited == {-1, 4}  # versions before which a tree that still grows is waited for
 
 
-def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(collector: Start) -> None:
+def test_resumed_run_continues_restored_trees_first(collector: Start) -> None:
     held, _ = collector(max_staleness=1)
     held.collect(0)
     assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
@@ -261,9 +260,7 @@ def test_the_trees_of_a_stopped_run_go_on_first_in_its_continuation(collector: S
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interrupts", [1, 2], ids=["at-the-first-report", "in-the-refill"])
-def test_a_job_that_ends_within_a_step_trains_every_task_once(
-    collector: Start, staleness: int, interrupts: int
-) -> None:
+def test_stop_within_a_step_trains_every_task_once(collector: Start, staleness: int, interrupts: int) -> None:
     """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
     tasks = [task(f"t{n}") for n in range(40)]
     order = [each.id for each in EpochSelector(tasks, 1).next_batch(16)]
@@ -305,9 +302,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("report", [1, 2])
-def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
-    collector: Start, tmp_path: Path, staleness: int, report: int
-) -> None:
+def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path, staleness: int, report: int) -> None:
     """In the third step; what a process does that ends in order (`now=True`) is left undone."""
     tasks = [task(f"t{n}") for n in range(40)]
     path, told = tmp_path / "step_journal.msgpack", list[str]()
@@ -362,7 +357,7 @@ def test_a_job_that_is_killed_within_a_step_goes_on_with_what_was_written(
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_step_begins_no_task_twice_whatever_its_refills(collector: Start, interrupted: bool) -> None:
+def test_step_starts_no_task_twice(collector: Start, interrupted: bool) -> None:
     """Two trees of one task in one step would have the same draws. With seven tasks epochs end within steps."""
     tasks = [task(f"t{n}") for n in range(7)]
 
@@ -387,14 +382,14 @@ def test_a_step_begins_no_task_twice_whatever_its_refills(collector: Start, inte
         held.done()
 
 
-def test_a_step_trains_what_it_has_when_no_task_is_left(collector: Start) -> None:
+def test_step_trains_fewer_trees_when_no_task_is_left(collector: Start) -> None:
     held, rollouts = collector(lambda name: name == "t5", EpochSelector([task(f"t{n}") for n in range(6)], 1))
     assert [item.task.id for item in held.collect(0)] == ["t5"]
     assert current(held).dropped["no_signal"] == 5
     assert rollouts.calls == ["start 4", "collect 4", "start 2", "collect 2"]
 
 
-def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothing(collector: Start) -> None:
+def test_selector_learns_nothing_from_a_step_stopped_while_scoring(collector: Start) -> None:
     """Its state is stored beside these trees, which the continuation tells of."""
     selector = Selector()
     held, rollouts = collector(selector=selector, oversampling=0.5)
@@ -417,7 +412,7 @@ def test_a_job_that_ends_while_spare_trees_are_scored_has_told_its_sampler_nothi
     assert selector.noted == ["t0", "t1", "t2", "t3"]
 
 
-def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(collector: Start) -> None:
+def test_selector_learns_of_trees_when_the_step_is_complete(collector: Start) -> None:
     selector = Selector()
     held, rollouts = collector(lambda name: name != "t0", selector, max_refills=1)
     rollouts.interrupts = 2
@@ -430,7 +425,7 @@ def test_a_sampler_hears_of_a_tree_when_its_step_has_all_of_them(collector: Star
     assert selector.noted == ["t0", "t1", "t2", "t3", "t4"]
 
 
-def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(collector: Start, tmp_path: Path) -> None:
+def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start, tmp_path: Path) -> None:
     """Else a run that goes on there would tell it of the same trees once more."""
 
     held, _ = collector(selector=Selector())
@@ -443,9 +438,7 @@ def test_what_is_written_of_a_step_is_from_before_its_sampler_heard_of_it(collec
         held.done()
 
 
-def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights_are_pushed(
-    collector: Start, tmp_path: Path
-) -> None:
+def test_journal_is_written_while_training_until_the_push(collector: Start, tmp_path: Path) -> None:
     """From then on newer weights sample, which a run that goes on within the step does not have."""
 
     held, rollouts = collector(selector=Selector(), max_staleness=1)
@@ -478,7 +471,7 @@ def test_trees_of_later_steps_are_written_while_the_trainer_trains_until_weights
         rollouts.entries_each = 1
 
 
-def test_a_store_may_put_old_trees_beside_those_of_a_step_once(collector: Start) -> None:
+def test_replay_buffer_adds_trees_to_a_step(collector: Start) -> None:
     held, _ = collector()
     held.replay = RolloutReplay(rollout_share=0.5)
     first, taken = held.collect(0), held.replay_snapshot()
@@ -489,7 +482,7 @@ def test_a_store_may_put_old_trees_beside_those_of_a_step_once(collector: Start)
     assert held.replay.metrics()["replay/trees"] == 4
 
 
-def test_trees_that_older_weights_have_had_a_part_in_are_counted() -> None:
+def test_stale_trees_are_counted() -> None:
     trees = [RolloutTree(f"t{n}", np.arange(2)) for n in range(3)]
     for tree, versions in zip(trees, ([2], [1, 2], [0]), strict=True):
         for above, version in enumerate(versions):

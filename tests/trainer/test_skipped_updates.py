@@ -50,7 +50,7 @@ def bad_update(actor: Actor, packs, old=None, step: int = 0) -> SkippedUpdate:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_the_pack_whose_loss_is_not_finite_is_named(value):
+def test_skipped_update_names_the_pack_with_a_nonfinite_loss(value):
     actor, packs = new_actor(), packs_of(0)
     assert len(packs) > 1
     before = [parameter.detach().clone() for parameter in actor.model.parameters()]
@@ -59,7 +59,7 @@ def test_the_pack_whose_loss_is_not_finite_is_named(value):
     assert all(torch.equal(old, new) for old, new in zip(before, actor.model.parameters(), strict=True))
 
 
-def test_a_gradient_that_alone_is_not_finite_is_skipped_too():
+def test_update_with_a_nonfinite_gradient_is_skipped():
     actor, packs = new_actor(), packs_of(0)
     hook = actor.model.embedding.word_embeddings.weight.register_hook(lambda gradient: gradient * np.nan)
     bad = bad_update(actor, packs)
@@ -71,7 +71,7 @@ def test_a_gradient_that_alone_is_not_finite_is_skipped_too():
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("budget", [120, 30])  # 30: trees are cut, and packs inherit from each other
-def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
+def test_dump_holds_the_whole_batch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     reference = [pack.weight for pack in packs] if old else None
@@ -95,7 +95,7 @@ def test_a_dump_holds_the_whole_minibatch(tmp_path, old, budget):
         assert again.old_logprobs is None and again.reference_logprobs is None
 
 
-def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path):
+def test_replay_reports_what_is_finite_and_changes_nothing(tmp_path):
     actor, packs = new_actor(), packs_of(0, 30)
     bad = bad_update(actor, with_a(np.nan, packs, 1))
     again = load_skipped_update(save_skipped_update(tmp_path, bad))
@@ -111,7 +111,7 @@ def test_a_replay_says_which_quantities_are_finite_and_changes_nothing(tmp_path)
     assert not any("not finite" in line for line in replay(actor, dataclasses.replace(again, packs=packs)))
 
 
-def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
+def test_three_skipped_updates_in_a_row_end_the_run(tmp_path):
     events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "skipped_updates"
     bad = SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
     in_a_row = 0
@@ -125,7 +125,7 @@ def test_three_skipped_updates_in_a_row_stop_the_run_in_one_line(tmp_path):
     assert told[0].startswith(f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo replay-pack ")
 
 
-def test_a_file_that_is_no_dump_is_refused(tmp_path):
+def test_file_without_a_dump_is_refused(tmp_path):
     for name, content in {"empty.npz": b"", "text.npz": b"hello", "cut.npz": b"PK\x03\x04" + b"0" * 99}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="is no dump of a skipped update"):

@@ -1,4 +1,4 @@
-"""A rank dies with its job, also while it is being started."""
+"""A rank dies with its job, also during its start, and reports its error on a full disk."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ def started_by(job: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, timeout=250)
 
 
-def test_a_rank_whose_job_has_ended_does_not_begin():
+def test_rank_of_an_ended_job_does_not_start():
     with subprocess.Popen([sys.executable, "-c", ""]) as job:
         job.wait()
         gone = job.pid
@@ -43,7 +43,7 @@ main()
 """
 
 
-def test_a_log_on_a_full_disk_does_not_hide_what_a_rank_has_failed_of(tmp_path):
+def test_full_disk_does_not_hide_the_error_of_a_rank(tmp_path):
     events = tmp_path / "events.jsonl"
     with Path("/dev/full").open("wb") as log:
         words = [sys.executable, "-c", "import sys" + FAILING, str(events)]

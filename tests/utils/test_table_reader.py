@@ -30,20 +30,20 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv", "a"])
-def test_every_form_holds_the_same_rows(tmp_path: Path, name: str) -> None:
+def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, ROWS)
     assert [(row.number, row.value()) for row in read_rows(path)] == list(enumerate(ROWS))
     assert [row.needed() for row in read_rows(path, content=path.read_bytes())] == ROWS
 
 
 @pytest.mark.parametrize(("text", "rows"), [('{"a": 1}\n{"a": 2}\n', 2), ('{\n"a": 1}', 1), ("[]", 0)])
-def test_under_the_name_of_an_array_may_be_lines_or_one_row(tmp_path: Path, text: str, rows: int) -> None:
+def test_json_file_may_hold_lines_or_one_row(tmp_path: Path, text: str, rows: int) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     assert [row.value()["a"] for row in read_rows(path)] == list(range(1, rows + 1))
 
 
-def test_old_line_ends_are_line_ends(tmp_path: Path) -> None:
+def test_old_line_ends_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\r{"a": 2}\r')
     assert [row.value() for row in read_rows(path)] == [{"a": 1}, {"a": 2}]
@@ -64,9 +64,7 @@ def test_old_line_ends_are_line_ends(tmp_path: Path) -> None:
         ("none.parquet", None, ": no such file"),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_its_place(
-    tmp_path: Path, name: str, content: bytes | None, place: str
-) -> None:
+def test_unreadable_file_is_refused_with_its_line(tmp_path: Path, name: str, content: bytes | None, place: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -77,7 +75,7 @@ def test_a_file_that_is_none_is_refused_with_its_place(
 
 
 @pytest.mark.parametrize("broken", ["nonsense", "[" * 10**5, "1" * 5000])
-def test_a_line_that_is_broken_is_left_to_whoever_reads(tmp_path: Path, broken: str) -> None:
+def test_broken_line_is_a_row(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"a": 1}}\n\n{broken}\n{{"a": 2}}\n')
     first, bad, last = read_rows(path, "--given=")
@@ -88,7 +86,7 @@ def test_a_line_that_is_broken_is_left_to_whoever_reads(tmp_path: Path, broken: 
         bad.needed()
 
 
-def test_a_row_is_named_by_whoever_refuses_it(tmp_path: Path) -> None:
+def test_refused_row_is_named(tmp_path: Path) -> None:
     table = tmp_path / "a.csv"
     table.write_text('q\n"two\nlines"\nx\n')
     places = {write(tmp_path / "a.json", ROWS): "row 1 (from 0)", write(tmp_path / "a.jsonl", ROWS): "line 3"}
@@ -97,7 +95,7 @@ def test_a_row_is_named_by_whoever_refuses_it(tmp_path: Path) -> None:
         assert str(second.refused("no answer")) == f"{path}, {place}: no answer"
 
 
-def test_columns_that_a_table_has_of_those_that_are_wanted(tmp_path: Path) -> None:
+def test_missing_columns_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "table.parquet", ROWS).rename(tmp_path / "table")
 
     def found(*columns: str) -> list[Any]:

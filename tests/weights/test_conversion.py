@@ -15,7 +15,7 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import Entry, Layout, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.spec import ModelSpec, MoESpec
-from arpo_megatron.utils.atomic import written
+from arpo_megatron.utils.atomic import explain_disk_errors
 from arpo_megatron.weights.shards import LocalParameters
 from tests.faults import small_disk
 from tests.models.tiny_models import CASES, gradients, make, megatron_logprobs, reference_logprobs, sample_tokens, weigh
@@ -277,7 +277,7 @@ def test_export_to_a_full_disk_leaves_the_old_export_and_no_partial_one(tmp_path
         (disk / "out").mkdir()
         (disk / "out" / "older").touch()
         said = rf"disk/out could not be written \({full}\): make room"
-        with pytest.raises(UserError, match=said), written(disk / "out", "make room"):
+        with pytest.raises(UserError, match=said), explain_disk_errors(disk / "out", "make room"):
             export_hf([model], spec, tmp_path / "source", disk / "out")
         assert [path.name for path in disk.rglob("*")] == ["out", "older"]
 

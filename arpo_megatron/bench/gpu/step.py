@@ -29,7 +29,7 @@ from arpo_megatron.config import (
     SandboxConfig,
     TrainConfig,
 )
-from arpo_megatron.launch.job import opened, run_phases, watching
+from arpo_megatron.launch.job import open_run, run_job_phases, show_progress
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.random_init import save_random_weights
@@ -132,8 +132,8 @@ class StepBench:
         config, found, phase = self.config(), _Observed(), "start"
         started, own = time.monotonic(), used_bytes()
         with (
-            opened(config, resume=False) as run,
-            watching(run) as (progress, poll),
+            open_run(config, resume=False) as run,
+            show_progress(run) as (progress, poll),
             Supervisor(run.logs) as supervisor,
         ):
             reader = EventReader(run.events)
@@ -156,7 +156,7 @@ class StepBench:
                     raise _EnoughError
 
             try:
-                run_phases(config, run, supervisor, progress, watch)
+                run_job_phases(config, run, supervisor, progress, watch)
             except _EnoughError:
                 pass
             except ProcessDiedError as error:

@@ -140,7 +140,7 @@ class ServerAgent:
         except chat_client.UnreadableReplyError as error:
             raise UserError(f"{self.url} does not speak OpenAI's chat format: the first reply is {error}") from None
         except openai.APIStatusError as error:
-            reason, trouble = _text(error), chat_client.trouble_of(error.status_code)
+            reason, trouble = _text(error), chat_client.classify_status(error.status_code)
             if trouble is chat_client.Trouble.SERVER:
                 raise UserError(f"{self.url} is up but does not answer: {reason}") from None
             if trouble is chat_client.Trouble.ACCESS:
@@ -163,7 +163,7 @@ class ServerAgent:
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
-            trouble = chat_client.trouble_of(error.status_code)
+            trouble = chat_client.classify_status(error.status_code)
             if trouble is chat_client.Trouble.ACCESS:
                 raise self._no_access(error) from None
             return NoResponse(
@@ -250,7 +250,7 @@ class ServerAgent:
 
 def connected(url: str, config: JobConfig) -> openai.AsyncOpenAI:
     """Return a client of the server, an async context manager."""
-    return chat_client.connected(
+    return chat_client.open_client(
         url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1",
         key=os.environ.get(KEY_VARIABLE),
         deadline_s=config.engine.request_timeout_s,
@@ -291,7 +291,7 @@ async def first_answer(
             raise UserError(f"cannot connect to {url} ({error.__cause__}): is the server up?") from None
         why = _text(error)
     except openai.APIStatusError as error:
-        if chat_client.trouble_of(error.status_code) is not chat_client.Trouble.SERVER:
+        if chat_client.classify_status(error.status_code) is not chat_client.Trouble.SERVER:
             raise
         why = _text(error)
     engine = config.engine

@@ -1,7 +1,7 @@
-"""Ranks that meet in one all-reduce: a rank a node (node.py), or the ranks of this machine alone (`arpo doctor`).
+"""One all-reduce as a check of the network: a rank per node of a job, or ranks of this machine (`arpo doctor`).
 
 `python -m arpo_megatron.launch.preflight.allreduce RANK COUNT PORT DEVICE` is one rank of this machine; it prints its
-finding as JSON.
+result as JSON.
 """
 
 import json
@@ -14,13 +14,13 @@ from datetime import timedelta
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
 
 MEETING_S = 40.0
-"""How long ranks wait for each other."""
+"""Time that ranks wait for each other."""
 _START_S = 60.0
 _HERE = "127.0.0.1"
 
 
 def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> CheckResult:
-    """One rank of `count` that meet at the first one's address: with NCCL on a GPU, with gloo on "cpu"."""
+    """Join an all-reduce of `count` ranks at the address of rank 0, with NCCL on a GPU and gloo on "cpu"."""
     import torch
     import torch.distributed as dist
 
@@ -29,9 +29,12 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> C
     try:
         if device != "cpu":
             torch.cuda.set_device(device)
-        meeting = timedelta(seconds=MEETING_S)
         dist.init_process_group(
-            backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=count, timeout=meeting
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=MEETING_S),
         )
         value = torch.ones(1, device=device)
         dist.all_reduce(value)  # NCCL connects only here
@@ -41,12 +44,14 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> C
         text = f"{count} ranks did not meet at {address}: {' '.join(str(error).split())[:200]}"
         return failure("network", text, "set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME under `environment`")
     if total != count:
-        return failure("network", f"an all-reduce over {count} ranks gave {total}", "a NIC or driver is broken")
+        return failure(
+            "network", f"an all-reduce over {count} ranks gave {total}", "check the network card and its driver"
+        )
     return ok("network", f"all-reduce over {count} rank(s) with {backend}, {time.monotonic() - started:.1f} s")
 
 
-def on_this_machine(gpus: int, port: int) -> CheckResult:
-    """A rank for each GPU, or two on the CPU. The worst of what they find."""
+def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
+    """Run one rank per GPU, or two on the CPU, and return the worst result."""
     count = gpus or 2
     command = [sys.executable, "-m", "arpo_megatron.launch.preflight.allreduce"]
     ranks = [
@@ -63,7 +68,7 @@ def on_this_machine(gpus: int, port: int) -> CheckResult:
         said = [rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks]
     except subprocess.TimeoutExpired:
         return failure(
-            "network", f"{count} ranks on this machine did not meet", "the loopback interface or a GPU hangs"
+            "network", f"{count} ranks on this machine did not meet", "check the loopback interface and the GPUs"
         )
     finally:
         for rank in ranks:

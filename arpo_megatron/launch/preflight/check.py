@@ -1,4 +1,4 @@
-"""What a check answers: ok, a warning or a failure, each with how to fix it."""
+"""Results of checks: ok, a warning or a failure, and how to fix it."""
 
 import sys
 import threading
@@ -16,61 +16,58 @@ Level = Literal["ok", "warning", "failure"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the doctor.
-
-    Attributes:
-        name: of the check.
-        level: a failure ends the job before it begins.
-        text: what was found.
-        fix: what to do about it; "" for ok.
-    """
+    """One line of `arpo doctor`."""
 
     name: str
     level: Level
+    """A failure ends the job before it begins."""
     text: str
     fix: str = ""
+    """How to fix it; "" for ok."""
 
     def __str__(self) -> str:
         return f"{self.level:8} {self.name:12} {self.text}{f': {self.fix}' if self.fix else ''}"
 
 
 def ok(name: str, text: str) -> CheckResult:
-    """All is well."""
+    """Return the result of a check that passed."""
     return CheckResult(name, "ok", text)
 
 
 def warning(name: str, text: str, fix: str) -> CheckResult:
-    """The job can run, but not as it might."""
+    """Return the result of a check that the job can run without."""
     return CheckResult(name, "warning", text, fix)
 
 
 def failure(name: str, text: str, fix: str = "") -> CheckResult:
-    """The job cannot run."""
+    """Return the result of a check without which the job cannot run."""
     return CheckResult(name, "failure", text, fix)
 
 
 def run_checks(
     checks: Iterable[tuple[str, Callable[[], CheckResult]]], each_s: float = CHECK_S, all_s: float = CHECKS_S
 ) -> list[CheckResult]:
-    """Every check's answer, in order; what a check itself cannot do is its failure, and so is no answer in time.
+    """Return the results of all checks in order. A check that raises or takes too long has failed.
 
     Args:
-        checks: by name.
-        each_s: seconds that one may take.
-        all_s: seconds that all together may take; when they are over, each that follows still has one.
+        checks: names and functions.
+        each_s: longest time of one check.
+        all_s: longest time of all checks. After it each remaining check has one second.
     """
     end = time.monotonic() + all_s
     return [_answer(name, check, max(1.0, min(each_s, end - time.monotonic()))) for name, check in checks]
 
 
 def _answer(name: str, check: Callable[[], CheckResult], within_s: float) -> CheckResult:
-    """In a thread of its own, which is left behind where it hangs: nothing else ends a call to a dead filesystem."""
+    """Run a check in a thread, which is abandoned if it hangs: a call to a dead filesystem cannot be ended."""
     found: list[CheckResult] = []
     thread = threading.Thread(target=lambda: found.append(_tried(name, check)), daemon=True, name=f"check {name}")
     thread.start()
     thread.join(within_s)
     return (
-        found[0] if found else failure(name, f"no answer for {within_s:.0f} s", "a filesystem, device or service hangs")
+        found[0]
+        if found
+        else failure(name, f"no answer for {within_s:.0f} s", "check the filesystem, device or service that hangs")
     )
 
 
@@ -84,7 +81,7 @@ def _tried(name: str, check: Callable[[], CheckResult]) -> CheckResult:
 
 
 def show(findings: Iterable[CheckResult], where: str = "") -> bool:
-    """Print one line each on standard output; whether none of them is a failure."""
+    """Print one line for each result; return whether none is a failure."""
     sound = True
     for finding in findings:
         print(f"{where}{finding}", flush=True)

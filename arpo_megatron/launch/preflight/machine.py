@@ -1,4 +1,4 @@
-"""What one machine must have for a job: Python, pins, GPUs, disk, model files, isolation."""
+"""Checks of one machine for a job: Python, packages, GPUs, disk, model files, isolation."""
 
 import json
 import os
@@ -26,26 +26,26 @@ from arpo_megatron.plan.memory import checkpoint_bytes
 
 ROUTER_PIN = "0.3.2"
 TE_VERSIONS = ((2, 9), (2, 12))
-"""Of Transformer Engine: from the first, and below the second (Megatron-Core 0.16.1)."""
+"""Versions of Transformer Engine: from the first, and below the second (Megatron-Core 0.16.1)."""
 PINS = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": SGLANG_VERSION, "transformers": "5.12.1"}
-"""What this project is checked against; another version may work on a GPU, whose image has its own pins."""
+"""Versions that this project is tested with. Others may work on a GPU, whose image has its own pins."""
 _SPARE_BYTES = 2**30
 
 PORTS = 32
 """Free ports that a machine offers to its services."""
 CLOCK_SKEW_S = 5.0
-"""Clocks further apart than this make logs, deadlines and wandb's curves lie."""
+"""Largest difference of clocks. Beyond it logs, deadlines and wandb's curves are wrong."""
 
 Check = tuple[str, Callable[[], CheckResult]]
 
 
 def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None) -> list[Check]:
-    """Of a machine or of a container image.
+    """Return the checks of a machine or of a container image.
 
     Args:
-        gpus: that it is to have for the job.
-        on_gpus: the job computes on GPUs, so it wants their packages, whether or not any is here.
-        config: of the job; None: of any.
+        gpus: number that it must have for the job.
+        on_gpus: the job computes on GPUs and needs their packages, even if this machine has none.
+        config: config of the job; None for any job.
     """
     seen: list[Check] = [("gpu", lambda: check_gpus(gpus)), ("rdma", check_rdma)] if gpus else [("gpu", _no_gpus)]
     packages = ("packages", lambda: check_packages(config, on_gpus))
@@ -55,17 +55,17 @@ def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None)
 
 
 def _calls_tools(config: JobConfig | None) -> bool:
-    """A cold start alone starts no tool service; nothing that is missing for one keeps it from its nodes."""
+    """Return whether the job starts a tool service; a cold start alone does not."""
     return config is None or not config.sft_only
 
 
 def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
-    """Of the files and services that a recipe wants.
+    """Return the checks of the files and services that a job needs.
 
     Args:
-        config: of the job.
-        run: its directory, which need not be there yet.
-        secrets: of the cluster profile, where they are not yet in the environment.
+        config: config of the job.
+        run: its directory, which need not exist yet.
+        secrets: those of the cluster profile, if they are not in the environment yet.
     """
     return [
         ("model", lambda: check_model_files(config)),
@@ -75,15 +75,15 @@ def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] 
 
 
 def check_python() -> CheckResult:
-    """3.11 or 3.12."""
+    """Check for Python 3.11 or 3.12."""
     text = f"Python {platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return ok("python", text)
-    return failure("python", text, "Python 3.11 or 3.12 is wanted")
+    return failure("python", text, "use Python 3.11 or 3.12")
 
 
 def check_pins(on_gpus: bool) -> CheckResult:
-    """The packages of a role; on GPUs another version is a warning."""
+    """Check the versions of pinned packages; on GPUs another version is a warning."""
     found, odd = [], []
     for package, pin in PINS.items():
         try:
@@ -100,7 +100,7 @@ def check_pins(on_gpus: bool) -> CheckResult:
 
 
 def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
-    """What this recipe, or on GPUs any, wants besides the pins: an image lacks nothing that is first missed later."""
+    """Check the other packages that a job needs, so that no image lacks a package that is first used later."""
     modules = list(config.sandbox.preload) if config is not None and _calls_tools(config) else []
     missing = []
     engines = not config.sft_only if config else on_gpus
@@ -115,13 +115,13 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
     who = config.name if config else "a job on GPUs" if on_gpus else "a job"
     if missing:
         return failure(
-            "packages", f"{who} wants {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
+            "packages", f"{who} needs {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
         )
-    return ok("packages", f"all that {who} wants")
+    return ok("packages", f"all that {who} needs")
 
 
 def _lacking(package: str, fits: Callable[[tuple[int, ...]], bool]) -> list[str]:
-    """Its name, where it is not installed or has another version."""
+    """Return a package that is missing or has an unsupported version, as a list of its name."""
     try:
         have = version(package)
     except PackageNotFoundError:
@@ -130,34 +130,34 @@ def _lacking(package: str, fits: Callable[[tuple[int, ...]], bool]) -> list[str]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """2.11.0+abc -> (2, 11, 0)."""
+    """Parse a version: 2.11.0+abc -> (2, 11, 0)."""
     return tuple(int(part) for part in text.split("+", maxsplit=1)[0].split(".") if part.isdecimal())
 
 
 def check_gpus(wanted: int) -> CheckResult:
-    """nvidia-smi lists as many as the job wants, and torch can use them."""
+    """Check that nvidia-smi lists as many GPUs as the job needs, and that torch can use them."""
     if shutil.which("nvidia-smi") is None:
-        return failure("gpu", "nvidia-smi is not there", "the node has no NVIDIA driver, or the container hides it")
+        return failure("gpu", "nvidia-smi is missing", "install the NVIDIA driver, or start the container with it")
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    if asked.returncode:  # it tells its errors on standard output, a line each, as it does GPUs
+    if asked.returncode:  # it prints errors on standard output, like GPUs
         said = " ".join((asked.stdout + asked.stderr).split())[:200]
         return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {said}", "fix the driver")
     lines = asked.stdout.splitlines()
     if len(lines) < wanted:
         return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "fix gpus_per_node or gpu_request")
     if (usable := gpu_count("auto")) < wanted:
-        text = f"nvidia-smi lists {len(lines)} GPUs, torch can use {usable} of the {wanted} that are wanted"
+        text = f"nvidia-smi lists {len(lines)} GPUs, torch can use {usable} of the {wanted} that the job needs"
         return failure("gpu", text, "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES")
     return ok("gpu", f"{len(lines)} x {lines[0]}")
 
 
 def _no_gpus() -> CheckResult:
-    return warning("gpu", "torch sees none here", "look where the job will run, or give platform=cpu")
+    return warning("gpu", "torch finds no GPU here", "look where the job will run, or give platform=cpu")
 
 
 def check_rdma() -> CheckResult:
-    """InfiniBand or RoCE devices, without which NCCL between nodes is slow."""
+    """Check for InfiniBand or RoCE devices, without which NCCL between nodes is slow."""
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if devices:
         return ok("rdma", ", ".join(devices))
@@ -167,7 +167,7 @@ def check_rdma() -> CheckResult:
 
 
 def check_isolation(config: JobConfig | None) -> CheckResult:
-    """What holds the code that the model writes, tried for real, and whether the recipe puts up with it."""
+    """Start a Python worker, and check that its isolation is as strong as `sandbox.isolation`."""
     from tools_sandbox.config import Limits, PythonConfig
     from tools_sandbox.python_tool.pool import PythonPool
     from tools_sandbox.python_tool.walls import Level
@@ -185,14 +185,14 @@ def check_isolation(config: JobConfig | None) -> CheckResult:
         missing = walls.missing_for(wanted)
         text = f"level {reached.name.lower()}, sandbox.isolation wants {wanted.name.lower()}: {missing}"
         return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/security.md)")
-    return ok("sandbox", f"level {reached.name.lower()}, at least {wanted.name.lower()} is asked for")
+    return ok("sandbox", f"level {reached.name.lower()}, sandbox.isolation={wanted.name.lower()}")
 
 
 def check_model_files(config: JobConfig) -> CheckResult:
-    """Weights and tokenizer."""
+    """Check for the files of weights and tokenizer."""
     path = config.model.path
     if config.model.is_generated:
-        return ok("model", "made on the spot")
+        return ok("model", "generated for the run")
     if path is None:
         hub_id = config.model.hub_id
         return failure("model", f"{hub_id} is not here", f"hf download {hub_id} --local-dir DIR, and model.path=DIR")
@@ -204,7 +204,7 @@ def check_model_files(config: JobConfig) -> CheckResult:
 
 
 def _weight_files(path: Path) -> list[str]:
-    """Names of the files that hold a model's tensors. Raises UserError where their index cannot be read."""
+    """Return the names of the files with a model's tensors. Raises UserError if their index cannot be read."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return ["model.safetensors"]
@@ -215,17 +215,19 @@ def _weight_files(path: Path) -> list[str]:
 
 
 def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
-    """Room for the checkpoints that will be kept, and the one that is being written, beside those that are there."""
+    """Check for disk space for the checkpoints that will be kept and one that is being written."""
     place = existing(run.path)
     free = shutil.disk_usage(place).free
     try:
         checkpoint = checkpoint_bytes(config, load_spec(config.model))
     except UserError as error:
-        return warning("disk", f"{free / 1e9:.1f} GB are free at {place}; how many are wanted is not known", str(error))
+        return warning(
+            "disk", f"{free / 1e9:.1f} GB are free at {place}; the size of checkpoints is not known", str(error)
+        )
     count, there = _checkpoints(config, run)
     wanted = max(checkpoint * (count + 1) - there, checkpoint) + _SPARE_BYTES
-    text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are wanted for checkpoints"
-    text += f" beside the {there / 1e9:.1f} GB of this run's" if there else ""
+    text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are needed for checkpoints"
+    text += f" in addition to the {there / 1e9:.1f} GB of this run" if there else ""
     if free < wanted:
         fewer = "" if config.sft_only else "keep fewer (train.keep_checkpoints, train.keep_every), "
         return failure("disk", text, f"make room, {fewer}or set `runs` to another filesystem")
@@ -233,35 +235,35 @@ def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
 
 
 def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
-    """How many the run keeps at most, and the bytes of those that it has already."""
+    """Return the most checkpoints that the run keeps, and the bytes of those that it has."""
     train, count = config.train, 0
     cold, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
-    if config.sft.steps:  # they stay when it is done
+    if config.sft.steps:  # its checkpoints stay
         count += len(cold) if run.sft_done else COLD_START_KEPT
     if not config.sft_only:
         newest = (step_of(own[-1]) or 0) if own else 0
         due = sorted({*range(train.save_every, train.steps, train.save_every), train.steps})
         all_steps = [*own, *(run.checkpoints / f"step_{step}" for step in due if step > newest)]
-        # A job that is stopped saves besides, so the newest may be more than those that are due.
+        # A job that is stopped saves one in addition to those that are due.
         count += max(len(kept(all_steps, train.keep_checkpoints, train.keep_every)), train.keep_checkpoints)
     return count, sum(file.stat().st_size for path in (*cold, *own) for file in path.rglob("*") if file.is_file())
 
 
 def check_clock(directory: Path) -> CheckResult:
-    """This machine's clock is that of the filesystem of the run directories, which dates a new file."""
+    """Compare this machine's clock with that of the filesystem of the run directories."""
     with tempfile.TemporaryFile(dir=existing(directory)) as file:
         skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
     text = f"{skew:.2f} s from the clock of the filesystem at {existing(directory)}"
-    return ok("clock", text) if skew < CLOCK_SKEW_S else failure("clock", text, "have the clocks set (chrony, ntp)")
+    return ok("clock", text) if skew < CLOCK_SKEW_S else failure("clock", text, "synchronize the clocks (chrony, ntp)")
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there."""
+    """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.absolute().parents) if path.exists())
 
 
 def check_wandb(config: JobConfig, secrets: Mapping[str, str]) -> CheckResult:
-    """A login, where metrics go there."""
+    """Check for a wandb login if metrics go online."""
     if config.monitor.wandb != "online":
         return ok("wandb", config.monitor.wandb)
     if (source := secrets.get("WANDB_API_KEY", "env")) != "env":

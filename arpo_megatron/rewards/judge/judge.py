@@ -229,7 +229,7 @@ class Judge:
         except openai.OpenAIError as error:
             trouble = chat_client.Trouble.SERVER
             if isinstance(error, openai.APIStatusError):
-                trouble = chat_client.trouble_of(error.status_code)
+                trouble = chat_client.classify_status(error.status_code)
                 if trouble is chat_client.Trouble.ACCESS:
                     raise UserError(
                         f"the judge at {self._config.url} answers {error.status_code} for {self._config.model!r}: "
@@ -243,12 +243,12 @@ class Judge:
         return found.text
 
     def _connect(self) -> "AsyncOpenAI":
-        from arpo_megatron.utils.chat_client import connected
+        from arpo_megatron.utils.chat_client import open_client
 
         if self._client is None:
             assert self._config.url is not None
             key = os.environ.get(self._config.api_key_env)
-            self._client = connected(
+            self._client = open_client(
                 self._config.url, key=key, deadline_s=self._config.timeout_s, retries=self._config.retries
             )
         return self._client
