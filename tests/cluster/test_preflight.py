@@ -339,7 +339,7 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
     examine(resolve.resolve("deepsearch_14b"), None)
     said = lines_of(capsys.readouterr().out)
     assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in said["packages"]
-    assert said["gpu"].startswith("warning") and "torch sees none here" in said["gpu"]
+    assert said["gpu"].startswith("warning") and "torch finds no GPU here" in said["gpu"]
     examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
     said = lines_of(capsys.readouterr().out)
     assert said["packages"].startswith("ok") and "gpu" not in said
