@@ -100,7 +100,7 @@ def test_disk_check_counts_existing_checkpoints_of_a_resumed_run(tmp_path: Path,
         disk(3 - kept)
         found = check_disk(config, run)
         assert found.level == "ok", found
-        assert kept == 0 or f"beside the {kept * CHECKPOINT / 1e9:.1f} GB of this run's" in found.text
+        assert kept == 0 or f"in addition to the {kept * CHECKPOINT / 1e9:.1f} GB of this run" in found.text
         disk(2.9 - kept)
         assert check_disk(config, run).level == "failure"
         saved(run.checkpoints, kept + 1)
