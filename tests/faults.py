@@ -1,4 +1,4 @@
-"""Faults that processes cannot be told to have: broken connections, failing and slow tools, full disks.
+"""Faults for tests: broken connections, failing and slow tools, full disks.
 
 Faults of processes (kill, stop) are done to the real engines and the real tool service; two proxies break what is
 between: a TCP proxy that cuts connections, and an HTTP proxy before the tool service that is slow, fails, and has a
@@ -30,7 +30,7 @@ FULL = ("tmpfs", "file-size-limit")
 
 @contextmanager
 def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
-    """Little room at `folder` for a while, by one of `FULL`; yields what the system says where more is written.
+    """Limit the space at `folder` in one of the ways `FULL`; yield the system's error message for a full disk.
 
     Args:
         folder: an empty directory; what a file system of `size` bytes held is gone with it.
@@ -58,7 +58,7 @@ def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
 
 
 class Proxies:
-    """A thread with an event loop, in which proxies run. Also a context manager."""
+    """Runs proxies in an event loop of a thread. Also a context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -91,7 +91,7 @@ class Proxies:
 
 
 class CutProxy:
-    """Forwards TCP connections to `target`; `cut` resets all that are open."""
+    """Forwards TCP connections to `target`; `cut` resets all open ones."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("http://").rpartition(":")
@@ -108,7 +108,7 @@ class CutProxy:
         self._server.close()
 
     def cut_soon(self) -> None:
-        """From any thread."""
+        """Cut the connections soon; may be called from any thread."""
         self._server.get_loop().call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:
@@ -146,7 +146,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class ToolProxy:
-    """Forwards calls to the tool service, each a moment late, one in fifty of them twenty times as late."""
+    """Forwards calls to the tool service with a delay, which is 20 times as long for one call in 50."""
 
     def __init__(self, target: str, seed: int) -> None:
         self._target = target

@@ -1,17 +1,30 @@
-"""A tiny random model, a real tool service, and a place to serve the scripted engine (scripted.py) from."""
+"""A tiny random model, a running engine with it, the tool service, and a server for scripted engines (`scripted`)."""
 
 import asyncio
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from aiohttp import web
 
 from arpo_megatron.bench.tool_calling_model import random_qwen3
+from arpo_megatron.config import EngineConfig
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from tests.engine.scripted import ScriptedEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENGINE = EngineConfig(max_total_tokens=65536, memory_fraction=0.1, max_running_requests=64, startup_timeout_s=400)
+"""Sizes of engines in tests."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -79,3 +92,43 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_qwen3(len(words), eos=1, pad=0, positions=2048, spread=0.1).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
+    """A running engine with the tiny model, whose weights and version tests leave unchanged."""
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    before = set(SHARED_MEMORY.glob("sglang*"))
+    handle = launch_engine(tiny_model, ENGINE, dtype="float32", seed=1, log_path=log)
+    server = psutil.Process(handle.process.pid)
+    family = [server, *server.children(recursive=True)]
+    assert len(family) >= 3  # server, scheduler, detokenizer
+    yield handle
+    handle.stop()
+    assert not handle.alive()
+    assert not any(map(is_running, family))
+    assert not handle.scratch.path.exists()
+    assert set(SHARED_MEMORY.glob("sglang*")) <= before
+    handle.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Path) -> "Callable[[list[int]], Tensor]":
+    """A function of token ids: float64[n, V] logits of transformers for the tiny model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).double()
+
+    def logits(ids: list[int]) -> "Tensor":
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0]
+
+    return logits
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process exists and is no zombie."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,8 +1,8 @@
-"""A scripted stand-in for the engine.
+"""A scripted engine.
 
 It exists for the script alone: a random model cannot be made to call a tool at a given place. It speaks the engine's
 HTTP interface, token ids in and out, and keeps a radix cache's account of what each request finds. What the real
-engine does is tested in test_engine.py.
+engine does is tested in `test_engine`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ END = 0  # the scripted engine's end-of-sequence token
 
 
 class CharacterCodec:
-    """One token a character, so that every tag is many tokens."""
+    """One token per character, so each tag is many tokens."""
 
     vocabulary_size = 0x110000
 
@@ -31,7 +31,7 @@ class CharacterCodec:
 
 @dataclass
 class ScriptedEngine:
-    """Continues a text as `script(text)` says; every answer ends with END unless a limit or stop string comes first.
+    """Continues a text with `script(text)`; each answer ends with END unless a limit or stop string comes first.
 
     Attributes:
         script: whole text so far -> everything that follows.
@@ -57,7 +57,7 @@ class ScriptedEngine:
     _kept: set[tuple[int, ...]] = field(default_factory=set)
 
     def _cached(self, ids: Sequence[int]) -> int:
-        """Longest prefix that an earlier request has left, at most all but the last token."""
+        """Return the length of the longest prefix of an earlier request, at most all but the last token."""
         length = len(ids) - 1
         while length > 0 and tuple(ids[:length]) not in self._kept:
             length -= 1

@@ -1,4 +1,4 @@
-"""The client's routing and patience, against scripted engines and sockets that fail on cue."""
+"""Routing and retries of the engine client, against scripted engines and failing sockets."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ def engines(count: int) -> list[EngineState]:
 
 
 @given(st.text(), st.integers(1, 8))
-def test_a_key_has_one_place_and_only_the_keys_of_a_failed_engine_move(key: str, count: int) -> None:
+def test_only_keys_of_a_failed_engine_move(key: str, count: int) -> None:
     fleet = engines(count)
     home = pick_engine(key, fleet, now=0.0)
     assert pick_engine(key, list(reversed(fleet)), now=0.0) is home
@@ -46,7 +46,7 @@ def test_keys_are_spread_evenly() -> None:
     assert all(850 < share < 1150 for share in shares.values())  # binomial: 1000 +- 27
 
 
-def test_an_engine_rests_longer_after_each_failure_and_is_forgiven_when_it_answers() -> None:
+def test_backoff_doubles_and_ends_with_an_answer() -> None:
     (engine,) = engines(1)
     now, rests = 0.0, []
     for _ in range(8):
@@ -68,7 +68,7 @@ def scripted(start: Start, **fields: Any) -> ScriptedEngine:
     return start(ScriptedEngine(lambda _text: "xyz", **fields))
 
 
-def test_a_tree_stays_on_one_engine_and_what_all_trees_share_is_on_each(scripted_engine: Start) -> None:
+def test_tree_stays_on_one_engine_and_common_prefix_is_on_each(scripted_engine: Start) -> None:
     fleet = [scripted(scripted_engine) for _ in range(3)]
 
     async def run() -> None:
@@ -82,7 +82,7 @@ def test_a_tree_stays_on_one_engine_and_what_all_trees_share_is_on_each(scripted
     assert sum(len(engine.requests) > 1 for engine in fleet) > 1
 
 
-def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scripted_engine: Start) -> None:
+def test_hanging_engine_does_not_delay_the_common_prefill(scripted_engine: Start) -> None:
     engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 4.0, 0.2)]
 
     async def run() -> tuple[list[tuple[int, int]], float]:
@@ -95,7 +95,7 @@ def test_an_engine_that_hangs_does_not_hold_back_what_all_trees_begin_with(scrip
     assert seconds < 4.0  # as long as the one that hangs
 
 
-def test_what_all_trees_begin_with_is_on_every_engine_also_behind_a_push_that_cuts_it_short(
+def test_common_prefill_restarts_after_a_push(
     scripted_engine: Start,
 ) -> None:
     engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text: 0.5)) for _ in range(2)]
@@ -113,7 +113,7 @@ def test_what_all_trees_begin_with_is_on_every_engine_also_behind_a_push_that_cu
     assert [len(engine.requests) for engine in engines] == [2, 2]
 
 
-def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_engine: Start) -> None:
+def test_pause_holds_requests_that_check_their_engine(scripted_engine: Start) -> None:
     engine = scripted_engine(ScriptedEngine(str, fail_first=1, look_s=0.3))
 
     async def run() -> None:
@@ -131,7 +131,7 @@ def test_no_request_slips_past_a_pause_while_its_engine_is_looked_at(scripted_en
     asyncio.run(run())
 
 
-def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine: Start) -> None:
+def test_engine_with_old_weights_is_reported_and_not_used(scripted_engine: Start) -> None:
     old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
     told: list[str] = []
 
@@ -161,7 +161,7 @@ def test_an_engine_with_older_weights_is_reported_and_never_used(scripted_engine
 
 @dataclass
 class Router(ScriptedEngine):
-    """Keeps each routing key for one engine, whatever weights that has."""
+    """Sends each routing key to one engine, regardless of its weights."""
 
     engines: list[ScriptedEngine] = field(default_factory=list)
     keys: Counter[str] = field(default_factory=Counter)
@@ -172,7 +172,7 @@ class Router(ScriptedEngine):
         return await self.engines[int(key) % len(self.engines)].generate(request)
 
 
-def test_behind_a_router_the_trees_of_an_engine_with_older_weights_go_on_elsewhere(scripted_engine: Start) -> None:
+def test_trees_bypass_a_router_to_an_engine_with_old_weights(scripted_engine: Start) -> None:
     old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
     router = Router(str, engines=[old, new])
     scripted_engine(router)
@@ -196,7 +196,7 @@ def test_behind_a_router_the_trees_of_an_engine_with_older_weights_go_on_elsewhe
     asyncio.run(run())
 
 
-def test_without_a_push_a_request_fails_with_the_reason(scripted_engine: Start) -> None:
+def test_request_fails_if_no_push_comes(scripted_engine: Start) -> None:
     old = scripted(scripted_engine, version=2)
 
     async def run() -> None:
@@ -210,7 +210,7 @@ def test_without_a_push_a_request_fails_with_the_reason(scripted_engine: Start) 
 
 @dataclass
 class Flaky:
-    """A TCP server before an engine that does to its connections what `faults` says, one each, and then forwards."""
+    """A TCP proxy of an engine that applies one of `faults` to each new connection, and forwards the later ones."""
 
     target: str
     faults: list[str]
@@ -256,7 +256,7 @@ class Flaky:
         (['{"output_ids": [1, 2', '{"output_ids": "\xff"}', '{"error": "x"}'], {"unreadable": 3}),
     ],
 )
-def test_what_passes_is_repeated_and_counted(
+def test_transient_failures_are_retried_and_counted(
     scripted_engine: Start, faults: list[str], counted: dict[str, int]
 ) -> None:
     flaky = Flaky(scripted(scripted_engine).url, list(faults))

@@ -1,4 +1,4 @@
-"""The kernel of entropies against float64: on a GPU if there is one, elsewhere in Triton's interpreter."""
+"""The entropy kernel against float64: on a GPU if there is one, otherwise in Triton's interpreter."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Expert routes of a real engine: kept by the nodes of trees, and replayed by the trainer."""
+"""Expert routes of a real engine: stored in the trees and replayed by the trainer."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -
     return report.trees
 
 
-def test_every_node_has_the_routes_of_all_its_tokens_but_the_last_of_a_leaf(trees: list[RolloutTree]) -> None:
+def test_segments_have_routes_of_all_tokens_but_the_last_of_a_leaf(trees: list[RolloutTree]) -> None:
     for tree in trees:
         leaves = set(tree.leaves())
         for index, segment in enumerate(tree.segments):
@@ -110,10 +110,8 @@ def test_every_node_has_the_routes_of_all_its_tokens_but_the_last_of_a_leaf(tree
             assert unknown == ([len(segment) - 1] if index in leaves else []), (index, segment.role)
 
 
-def test_trees_keep_their_routes_across_pushes(
-    engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig
-) -> None:
-    """Each token has one record, as it was when it was first asked for, whichever weights went on behind it."""
+def test_routes_survive_pushes(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -> None:
+    """Each token keeps the routes of its first request, even if newer weights continue after it."""
     asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, expert_routes=SHAPE)) as handle:
         handle.start_trees("training", asked, step=1, version=0, settings=RolloutSettings.training(job))
@@ -138,9 +136,7 @@ def test_trees_keep_their_routes_across_pushes(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_trainer_agrees_with_nearly_all_routes_and_replay_leaves_no_larger_gap(
-    trees: list[RolloutTree], model: Path, job: JobConfig
-) -> None:
+def test_trainer_agrees_with_nearly_all_routes(trees: list[RolloutTree], model: Path, job: JobConfig) -> None:
     actor = Actor(job, ModelSpec.from_hf(model), model, optimizer=OptimizerConfig(), total_updates=1)
     packs = pack_trees(trees, supervised_credit(trees), token_budget=200)
     replayed = gaps(trees, split_by_tree(packs, actor.logprobs(packs), trees)).max()
@@ -161,7 +157,7 @@ def test_the_trainer_agrees_with_nearly_all_routes_and_replay_leaves_no_larger_g
 
 
 def replace_routes(tree: RolloutTree) -> RolloutTree:
-    """Each segment's routes one token late."""
+    """Shift the routes of each segment by one token."""
     late = [None if s.routes is None else np.roll(s.routes, 1, axis=0) for s in tree.segments]
     again = RolloutTree(tree.task_id, tree.prompt_ids, routes=late[0])
     for segment, routes in zip(tree.segments[1:], late[1:], strict=True):
@@ -170,7 +166,7 @@ def replace_routes(tree: RolloutTree) -> RolloutTree:
 
 
 def gaps(trees: list[RolloutTree], ours: list[np.ndarray]) -> np.ndarray:
-    """|trainer - engine| log-prob of all MODEL tokens, in nats."""
+    """Return |trainer - engine| log-probs of all MODEL tokens, in nats."""
     found = []
     for tree, values in zip(trees, ours, strict=True):
         ends = np.cumsum([len(segment) for segment in tree.segments])
@@ -181,7 +177,7 @@ def gaps(trees: list[RolloutTree], ours: list[np.ndarray]) -> np.ndarray:
 
 
 async def sample(url: str, spec: ExpertRouteSpec, count: int) -> list[RolloutTree]:
-    """Answers to random prompts of 60 tokens."""
+    """Sample answers to random prompts of 60 tokens."""
     rng = np.random.default_rng(0)
     async with EngineClient(url) as client:
 
@@ -198,8 +194,9 @@ async def sample(url: str, spec: ExpertRouteSpec, count: int) -> list[RolloutTre
         return await asyncio.gather(*(answer(prompt) for prompt in rng.integers(3, 28, (count, 60), np.int32)))
 
 
+@pytest.mark.slow_campaign
 @pytest.mark.usefixtures("one_rank")
-def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
+def test_replay_narrows_the_gap_to_the_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     spec = ExpertRouteSpec(layers=6, top_k=4)
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
     path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
@@ -218,7 +215,7 @@ def test_replay_narrows_the_gap_between_trainer_and_engine_in_bfloat16(tiny_mode
     assert replayed.max() < free.max() / 3
 
 
-def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answer_has_its_own(
+def test_cached_tokens_keep_their_routes(
     engine: EngineHandle,
 ) -> None:
     prompt = [20, 19, 14, 17, 12] * 20
@@ -258,7 +255,7 @@ def test_cached_tokens_have_the_routes_of_when_they_were_computed_and_a_cut_answ
     asyncio.run(ask())
 
 
-def test_an_engine_that_returns_no_routes_is_no_silent_loss(engine: EngineHandle) -> None:
+def test_missing_routes_are_an_error(engine: EngineHandle) -> None:
     async def ask() -> None:
         async with EngineClient(engine.url) as client:
             wrong = ExpertRouteRequest(0, ExpertRouteSpec(SHAPE.layers + 1, SHAPE.top_k))
@@ -268,7 +265,7 @@ def test_an_engine_that_returns_no_routes_is_no_silent_loss(engine: EngineHandle
         asyncio.run(ask())
 
 
-def test_a_job_trains_with_the_routes_of_its_engine(model: Path, tmp_path: Path) -> None:
+def test_job_trains_with_the_routes_of_its_engine(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["train.steps=1", "train.tasks_per_step=4", "sft.steps=0", "evaluation.before=false"]
     words += ["evaluation.after=false", "algorithm.router_replay=rollout", f"model.path={model}", f"run_dir={run}"]

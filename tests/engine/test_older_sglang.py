@@ -1,4 +1,4 @@
-"""What differs in sglang 0.5.12, which runs where torch is older; the parts of it that are used are stood in for."""
+"""The code for sglang 0.5.12, which needs an older torch, against stubs of its classes."""
 
 import json
 from dataclasses import asdict
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from arpo_megatron.engine import launch as server
+from arpo_megatron.engine import launch
 from arpo_megatron.engine.server import checksums, gate, receive
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
 from arpo_megatron.hardware.environment import trainer_environment
@@ -27,13 +27,13 @@ class Model(nn.Module):
             self.head.data.copy_(tensor)
 
 
-def test_the_version_of_a_push_is_where_the_server_reads_it() -> None:
+def test_push_sets_the_version_in_the_servers_arguments() -> None:
     manager = SimpleNamespace(server_args=SimpleNamespace(weight_version="0"))
     gate._set_version(manager, 7)
     assert manager.server_args.weight_version == "7"
 
 
-def test_checksums_are_those_of_the_runners_model() -> None:
+def test_checksums_use_the_runners_model() -> None:
     model = Model()
     checker = SimpleNamespace(
         _model_runner=SimpleNamespace(model=model),
@@ -45,7 +45,7 @@ def test_checksums_are_those_of_the_runners_model() -> None:
     assert json.loads(answer["checksums"]["head"])
 
 
-def test_the_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(receive.dist, "get_backend", lambda _: "gloo")
     monkeypatch.setattr(receive.dist, "all_reduce", lambda *_, **__: done)
@@ -65,14 +65,12 @@ def test_the_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.head.eq(3.0).all()
 
 
-def test_an_engine_answers_in_one_piece_and_does_not_take_a_trainers_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_environment_has_no_variables_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in trainer_environment("auto").items():
         monkeypatch.setenv(name, value)
-    environment = server._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
+    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
     assert int(environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 2**30
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")  # somebody's own choice
-    assert "PYTORCH_CUDA_ALLOC_CONF" in server._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
+    assert "PYTORCH_CUDA_ALLOC_CONF" in launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)

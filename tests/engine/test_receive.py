@@ -1,4 +1,4 @@
-"""Which tensors of a push an engine receives straight into its parameters: those that lie there whole, as they are."""
+"""Which tensors of a push an engine receives straight into its parameters, and how it assembles the others."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from arpo_megatron.engine.wire.checksums import Sample
 
 
 class Loader(nn.Module):
-    """Loads as SGLang's models do: fused, divided, cast, twice, computed with, by value."""
+    """Loads tensors in all ways of SGLang's models: fused, split, cast, twice, computed with, by value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Loader(nn.Module):
                     self.scalar.data.fill_(tensor.item())
 
 
-def test_a_tensor_has_a_place_where_a_copy_of_it_would_be_all_that_loading_does() -> None:
+def test_whole_parameters_are_those_that_loading_only_copies() -> None:
     model = Loader()
     shapes = {"gate": (2, 4), "up": (4, 4), "moved": (4, 4), "scalar": (1,)}
     shapes |= dict.fromkeys(("rows", "columns", "transposed", "cast", "twice", "scaled", "unknown"), (4, 4))
@@ -70,7 +70,7 @@ def test_a_tensor_has_a_place_where_a_copy_of_it_would_be_all_that_loading_does(
     assert not model.scaled.any()
 
 
-def test_asking_where_tensors_go_takes_no_memory_however_many_and_large_they_are() -> None:
+def test_find_copies_takes_no_memory() -> None:
     names, size = ("gate", "up", "rows", "columns", "cast", "twice", "scaled"), (2**20, 2**20)  # 4 TiB each
     found = find_copies(Loader(), dict.fromkeys(names, (size, torch.float32)))
     assert [len(found[name]) for name in names] == [1, 1, 1, 1, 1, 2, 0]
@@ -81,7 +81,7 @@ def test_asking_where_tensors_go_takes_no_memory_however_many_and_large_they_are
 
 
 class Wire:
-    """In the place of a process group: what is broadcast is there at once."""
+    """Stands in for a process group; broadcast tensors arrive at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.value = torch.empty(0)
@@ -121,7 +121,7 @@ def push(wire: Wire, model: nn.Module, block: Block | None) -> tuple[bool, str]:
         ("scaled", "scaled", ..., 0),
     ],
 )
-def test_blocks_of_rows_become_what_the_whole_tensor_would(
+def test_blocks_of_rows_equal_the_whole_tensor(
     monkeypatch: pytest.MonkeyPatch, name: str, parameter: str, index: Any, in_place: int
 ) -> None:
     wire, model, expected = Wire(monkeypatch), Loader(), Loader()
@@ -140,14 +140,14 @@ def test_blocks_of_rows_become_what_the_whole_tensor_would(
         assert len(set(wire.targets)) == 1
 
 
-def test_a_block_without_those_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_before_the_first_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     done, why = push(Wire(monkeypatch), Loader(), Block("scaled", torch.ones(2, 4), 2, 4))
     assert not done
     assert "scaled: its rows from 2 on have arrived before the first ones" in why
 
 
-def test_a_block_is_looked_for_in_the_rows_of_each_part_of_a_parameter() -> None:
-    """Of a vocabulary that two ranks divide, each takes its rows of a block that lies in both."""
+def test_block_copies_are_the_rows_in_each_part_of_a_parameter() -> None:
+    """A block may contain rows of both ranks of a split vocabulary."""
     copies = find_copies(Loader(), {"rows": ((4, 4), torch.float32)})["rows"]  # rows 2 and 3
 
     def taken(first: int, last: int) -> list[tuple[int, ...]] | None:

@@ -15,8 +15,8 @@ from arpo_megatron.utils.service_spec import ServiceSpec
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-def test_a_router_asks_for_a_token_only_where_there_is_one(tmp_path: Path, token: str | None) -> None:
-    """And answers 503 while it has no engine, which the client waits for."""
+def test_router_requires_its_token(tmp_path: Path, token: str | None) -> None:
+    """Without an engine it answers 503, which the client retries."""
     log = tmp_path / "router.log"
     engine = EngineConfig(router="sglang")
     program = router_service(engine, ["http://127.0.0.1:9"], log_path=log, ports=free_ports(2), token=token)
@@ -31,7 +31,7 @@ def test_a_router_asks_for_a_token_only_where_there_is_one(tmp_path: Path, token
 
 
 def status(program: ServiceSpec, token: str | None) -> int:
-    """Of its answer to a generation."""
+    """Return the HTTP status of a generation request."""
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     return requests.post(f"{program.url}/generate", json=body, headers=bearer(token), timeout=30).status_code
 

@@ -17,7 +17,7 @@ STARTUP_S = 180.0
 
 @contextmanager
 def launched_rollouts(settings: ServiceSettings) -> Iterator[RolloutHandle]:
-    """A rollout process of one's own, that nobody restarts; it ends with the `with` block.
+    """Start a rollout process without a supervisor for the time of the `with` block.
 
     Args:
         settings: addresses, tokenizer, seed.

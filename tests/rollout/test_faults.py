@@ -1,8 +1,8 @@
-"""Two hundred trees and twenty faults: every tree arrives, once, and is the one that grows without faults.
+"""Faults of all services while trees grow: every tree arrives once and equals the tree that grows without faults.
 
-Real engines, the real tool service, supervised as in a job. The faults come in an order drawn by the seed, spread
-evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. The disk is
-full while some of the trees are stored.
+Real engines and the real tool service are supervised as in a job. The faults come in an order drawn by the seed, spread
+evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. `make test`
+has 8 faults in 40 trees; the campaign has 20 faults in 200 trees, with other seeds and without the router.
 """
 
 import os
@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,9 +48,18 @@ pytestmark = [
 ]
 
 TOKEN = secrets.token_urlsafe(16)
-TREES = 200
+TREES, CAMPAIGN_TREES = 40, 200
 ENGINES = 2
 FAULTS = {
+    "kill an engine": 1,
+    "stop the router": 1,
+    "kill the rollout process": 1,
+    "cut the connections": 1,
+    "kill the tool service": 1,
+    "HTTP 500 from tools": 2,
+    "slow tools": 1,
+}
+CAMPAIGN_FAULTS = {
     "kill an engine": 2,
     "stop an engine": 1,
     "kill the router": 1,
@@ -82,7 +91,7 @@ JOB = JobConfig(
 
 @pytest.fixture(scope="module")
 def tool_calling_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, made to call a tool now and then when it decodes greedily."""
+    """The tiny model, changed so that greedy decoding calls tools."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("talkative") / "model"
@@ -97,7 +106,7 @@ def tool_calling_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 @dataclass
 class Fleet:
-    """The services of a job, and the proxies before them."""
+    """The services of a job."""
 
     run: RunDirectory
     supervisor: Supervisor
@@ -108,12 +117,12 @@ class Fleet:
     model: Path
 
     def pid(self, name: str) -> int | None:
-        """Of a service that is up."""
+        """Return the process id of a service; None if it is down."""
         return {role["name"]: role["pid"] for role in read_health(self.run)["processes"] if role["up"]}.get(name)
 
     @contextmanager
     def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:
-        """The rollout process, which reaches everything through proxies."""
+        """Connect to the rollout process, which reaches all services through proxies."""
         with Proxies() as proxies:
             tools = proxies.tools(self.sandbox.url, seed=seed)
             targets = [self.router] if routed else self.engines
@@ -189,21 +198,30 @@ def grow(handle: RolloutHandle, count: int, progress: Callable[[RolloutProgress]
 
 
 class Saboteur:
-    """Does the faults of a campaign, one after the other, whenever another share of the tokens has been sampled."""
+    """Causes faults one after the other, at equal shares of the sampled tokens."""
 
-    def __init__(self, fleet: Fleet, cuts: list[CutProxy], tools: ToolProxy, *, tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        cuts: list[CutProxy],
+        tools: ToolProxy,
+        faults: Mapping[str, int],
+        *,
+        tokens: int,
+        seed: int,
+    ) -> None:
         self._fleet, self._cuts, self._tools = fleet, cuts, tools
         self._draw = random.Random(seed)
-        names = [name for name, count in FAULTS.items() for _ in range(count)]
+        names = [name for name, count in faults.items() for _ in range(count)]
         self._draw.shuffle(names)
-        # The last one early enough for what it hits to be in use.
+        # The last fault is early enough for its service to be in use.
         self._due = [(round(0.9 * tokens * (i + 0.5) / len(names)), name) for i, name in enumerate(names)]
         self._hit: set[int] = set()
         self.done: list[str] = []
 
     def __call__(self, progress: RolloutProgress) -> None:
         for fault in [fault for fault in self._due if fault[0] <= progress.tokens_sampled]:
-            if self._do(fault[1]):  # else what it is to hit is down just now: at the next call
+            if self._do(fault[1]):  # otherwise the service is down; try again at the next call
                 self._due.remove(fault)
                 self.done.append(fault[1])
 
@@ -235,9 +253,9 @@ class Saboteur:
                 self._tools.slow_left = 3
         return True
 
-    def _signal(self, supervisor: list[str], number: signal.Signals) -> bool:
-        """To the first of these that is up and was not hit before (it may be dying, or hang unnoticed yet)."""
-        for pid in map(self._fleet.pid, supervisor):
+    def _signal(self, processes: list[str], number: signal.Signals) -> bool:
+        """Signal the first process that is up and was not hit before (it may be dying, or hang unnoticed)."""
+        for pid in map(self._fleet.pid, processes):
             if pid is not None and pid not in self._hit:
                 self._hit.add(pid)
                 os.kill(pid, number)
@@ -246,7 +264,7 @@ class Saboteur:
 
 
 def content(tree: RolloutTree) -> list[Any]:
-    """All of a tree but its times and log-probs."""
+    """Return all of a tree except its times and log-probs."""
     return [
         (
             segment.role,
@@ -277,33 +295,33 @@ def check_equal(found: RolloutReport, expected: RolloutReport) -> None:
 
 
 def check_cached(report: RolloutReport) -> None:
-    """Every fork point was in the cache of its siblings' engine: as if there were one engine."""
+    """Check that fork points were in the cache of their siblings' engine, as with one engine."""
     assert report.failed == []
     assert report.stats.cached_share > report.stats.predicted_cached_share - 0.005
 
 
 def check_undisturbed(report: RolloutReport) -> None:
-    """The trees are such as the campaign needs."""
+    """Check that the trees are such as the campaign needs."""
     check_cached(report)
     stats = report.stats
-    assert stats.trees == TREES
-    assert stats.counts.calls_executed > 2 * TREES
-    assert stats.forks > TREES // 4
+    assert stats.counts.calls_executed > 2 * stats.trees
+    assert stats.forks > stats.trees // 4
     assert {segment.tool.name for tree in report.trees for segment in tree.segments if segment.tool} == {
         "python",
         "search",
     }
 
 
-def campaign(fleet: Fleet, expected: RolloutReport, *, routed: bool, seed: int) -> None:
+def campaign(fleet: Fleet, expected: RolloutReport, faults: Mapping[str, int], *, routed: bool, seed: int) -> None:
+    check_undisturbed(expected)
     restarted = fleet.supervisor.restarted
     with fleet.rollouts(routed=routed, seed=seed) as (handle, cuts, tools):
-        saboteur = Saboteur(fleet, cuts, tools, tokens=expected.stats.counts.tokens_sampled, seed=seed)
-        found = grow(handle, TREES, saboteur)
+        saboteur = Saboteur(fleet, cuts, tools, faults, tokens=expected.stats.counts.tokens_sampled, seed=seed)
+        found = grow(handle, len(expected.trees), saboteur)
     check_equal(found, expected)
-    assert Counter(saboteur.done) == Counter(FAULTS)
+    assert Counter(saboteur.done) == Counter(faults)
     assert found.stats.counts.retries > 0
-    killed = sum(count for name, count in FAULTS.items() if name.startswith(("kill", "stop")))
+    killed = sum(count for name, count in faults.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 300
     while not all(role["up"] for role in read_health(fleet.run)["processes"]) or (
         fleet.supervisor.restarted - restarted < killed
@@ -315,7 +333,7 @@ def campaign(fleet: Fleet, expected: RolloutReport, *, routed: bool, seed: int) 
 
 
 def check_stored(trees: Sequence[RolloutTree], run: RunDirectory) -> None:
-    """All trees of a campaign survive the way to the disk."""
+    """Check that all trees can be stored and read."""
     shutil.rmtree(run.trees, ignore_errors=True)
     assert TreeLog(run, print).store(1, [scored(tree) for tree in trees], str) == 0
     assert [item.tree.to_dict() for item in read_trees(step_file(run, 1))] == [tree.to_dict() for tree in trees]
@@ -327,8 +345,8 @@ def scored(tree: RolloutTree) -> ScoredTree:
     return ScoredTree(task, tree, np.zeros(count), np.zeros(count), np.zeros(count, bool))
 
 
-def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
-    """Whoever reaches an engine could replace the policy's weights, or take its memory away."""
+def test_servers_refuse_requests_without_the_token(fleet: Fleet) -> None:
+    """Otherwise anyone who can reach an engine could replace the policy's weights or release its memory."""
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
     posts = {
         "update_weights_from_disk": {"model_path": str(fleet.model)},
@@ -359,38 +377,48 @@ def test_without_the_token_no_server_does_anything(fleet: Fleet) -> None:
         assert "401 Client Error" not in program.log.read_text(), "a server does not know its own token"
     urls = [engine.url for engine in fleet.engines]
     with pytest.raises(WeightPushError, match="HTTP 401"):
-        EngineAdmin(urls, 10.0).begin(1)
+        EngineAdmin(urls, 10.0).begin_push(1)
     known = EngineAdmin(urls, 10.0, TOKEN)
     known.wait_until_up(5.0)
     assert all(len(scores) == 2 for scores in known.start_scores([5, 6, 7])())
 
 
+def grow_undisturbed(fleet: Fleet, count: int) -> RolloutReport:
+    """Grow trees without faults, divided among the engines by their keys."""
+    with fleet.rollouts(routed=False, seed=0) as (handle, _, _):
+        return grow(handle, count)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(fleet: Fleet) -> RolloutReport:
-    """The trees as they grow without faults, divided among the engines by their keys."""
-    with fleet.rollouts(routed=False, seed=0) as (handle, _, _):
-        return grow(handle, TREES)
+    return grow_undisturbed(fleet, TREES)
 
 
-def test_the_router_finds_each_trees_engine_again(fleet: Fleet, undisturbed: RolloutReport) -> None:
+def test_router_keeps_each_tree_on_one_engine(fleet: Fleet, undisturbed: RolloutReport) -> None:
     for engine in fleet.engines:
         requests.post(f"{engine.url}/flush_cache", headers=bearer(TOKEN), timeout=10).raise_for_status()
     with fleet.rollouts(routed=True, seed=0) as (handle, _, _):
-        report = grow(handle, TREES // 4)
+        report = grow(handle, TREES // 2)
     check_cached(report)
-    assert list(map(content, report.trees)) == list(map(content, undisturbed.trees[: TREES // 4]))
+    assert list(map(content, report.trees)) == list(map(content, undisturbed.trees[: TREES // 2]))
 
 
-def test_twenty_faults_change_none_of_two_hundred_trees(fleet: Fleet, undisturbed: RolloutReport) -> None:
-    check_undisturbed(undisturbed)
-    campaign(fleet, undisturbed, routed=True, seed=1)
+def test_trees_are_the_same_with_faults_in_all_services(fleet: Fleet, undisturbed: RolloutReport) -> None:
+    campaign(fleet, undisturbed, FAULTS, routed=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_campaign(fleet: Fleet) -> RolloutReport:
+    return grow_undisturbed(fleet, CAMPAIGN_TREES)
 
 
 @pytest.mark.slow_campaign
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2, 8))
-def test_neither_do_they_at_other_moments_with_and_without_the_router(
-    tool_calling_model: Path, undisturbed: RolloutReport, tmp_path: Path, seed: int
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_trees_are_the_same_with_twenty_faults(
+    tool_calling_model: Path, undisturbed_campaign: RolloutReport, tmp_path: Path, seed: int
 ) -> None:
-    with started_fleet(tool_calling_model, tmp_path) as fresh:  # whose pauses between restarts are short yet
-        campaign(fresh, undisturbed, routed=seed % 2 == 0, seed=seed)
+    with started_fleet(
+        tool_calling_model, tmp_path
+    ) as fresh:  # its restarts have no history, so their pauses are short
+        campaign(fresh, undisturbed_campaign, CAMPAIGN_FAULTS, routed=seed == 1 or seed % 2 == 0, seed=seed)

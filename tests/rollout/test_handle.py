@@ -1,4 +1,4 @@
-"""The trainer's hold on the rollout process where that fails for good, and where it is cut off."""
+"""The trainer's handle of the rollout process after failures and cut connections."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ LIMITS = RolloutLimits(3000, 900, 4, 60, 5.0)
 
 
 def serve(listener: Listener, served: "list[Connection[Any, Any]]") -> None:
-    """What the process does, in a thread of the test; its connections are put into `served`."""
+    """Serve connections as the rollout process does, in a thread; they are added to `served`."""
 
     def run() -> None:
         with suppress(OSError):  # the test is over
@@ -43,12 +43,12 @@ def serve(listener: Listener, served: "list[Connection[Any, Any]]") -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a tokenizer."""
+    """A folder with a tokenizer."""
     Tokenizer(models.WordLevel({"w": 0}, unk_token="w")).save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
-def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) -> None:
+def test_handle_does_not_reconnect_after_a_failure(folder: Path) -> None:
     served: list[Connection[Any, Any]] = []
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
         serve(listener, served)
@@ -65,7 +65,7 @@ def test_trees_that_end_the_process_each_time_are_sent_to_it_once(folder: Path) 
 
 @dataclass
 class Stuck(ScriptedEngine):
-    """The second generation that it is asked for takes until it is released."""
+    """Answers its second generation only when it is released."""
 
     generations: int = 0
     released: bool = False
@@ -79,7 +79,7 @@ class Stuck(ScriptedEngine):
         return await super().generate(request)
 
 
-def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
+def test_cut_connection_is_restored_during_a_call(
     folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]
 ) -> None:
     engine = Stuck(lambda _text: "xyz")
@@ -112,8 +112,8 @@ def test_a_cut_is_noticed_within_a_call_and_costs_only_what_was_being_sampled(
     assert engine.generations == 3  # what had been sampled before the cut was not asked for again
 
 
-def test_a_process_that_begins_within_a_pause_begins_paused(folder: Path) -> None:
-    """Before the pause has been answered, too: the one before it may have done so and be gone."""
+def test_process_that_restarts_during_a_pause_stays_paused(folder: Path) -> None:
+    """Also before the pause was answered: the previous process may have answered and died."""
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
         settings, begun = ServiceSettings((NOWHERE,), NOWHERE, folder, 1), list[Restore]()
 

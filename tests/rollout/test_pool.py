@@ -1,4 +1,4 @@
-"""What trees that grow together do for each other, against a scripted engine."""
+"""Trees that grow together in a pool, with a scripted engine."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ Start = Callable[[ScriptedEngine], ScriptedEngine]
 
 @dataclass
 class Refusing(ScriptedEngine):
-    """Does not take the first request."""
+    """Refuses the first request."""
 
     refused: bool = False
 
@@ -48,7 +48,7 @@ class Refusing(ScriptedEngine):
         return await super().generate(request)
 
 
-def test_a_refused_prefill_of_what_all_share_costs_no_tree(scripted_engine: Start) -> None:
+def test_refused_common_prefill_fails_no_tree(scripted_engine: Start) -> None:
     engine = Refusing(lambda _text: "<answer>1</answer>")
     scripted_engine(engine)
     report = asyncio.run(grown(engine, tuple(Task(f"t{n}", (), "", "math", "p" * 200 + str(n)) for n in range(3))))
@@ -57,8 +57,8 @@ def test_a_refused_prefill_of_what_all_share_costs_no_tree(scripted_engine: Star
     assert report.failed == []
 
 
-def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_engine: Start) -> None:
-    """Whichever of two groups reports first."""
+def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) -> None:
+    """In either order of the two groups' reports."""
     training = scripted_engine(ScriptedEngine(lambda _text: "<answer>1</answer>", fail_first=1))
     told: list[RolloutProgress] = []
 
@@ -90,7 +90,7 @@ def test_repeated_requests_and_sampled_tokens_are_those_of_their_group(scripted_
     assert {progress.tokens_sampled for progress in told} == {reports[0].stats.counts.tokens_sampled}
 
 
-def test_what_the_common_prefill_repeats_is_counted_also_where_it_fails(scripted_engine: Start) -> None:
+def test_retries_of_a_failed_common_prefill_are_counted(scripted_engine: Start) -> None:
     engine = scripted_engine(ScriptedEngine(str, fail_first=1000))
     tasks = tuple(Task(f"t{n}", (), "", "math", "p" * 50) for n in range(2))
     report = asyncio.run(grown(engine, tasks, retry_for_s=1.0))
@@ -99,8 +99,8 @@ def test_what_the_common_prefill_repeats_is_counted_also_where_it_fails(scripted
 
 
 @pytest.mark.parametrize("k", [6, 38])
-def test_what_is_reported_as_predicted_has_the_tokens_that_were_sampled_alone(scripted_engine: Start, k: int) -> None:
-    """Behind 38 tokens a tag has begun."""
+def test_report_predicts_tokens_that_were_sampled_alone(scripted_engine: Start, k: int) -> None:
+    """After 38 tokens a tag has begun."""
 
     def script(text: str) -> str:
         part = "<think>and double</think><python>2*2</python>" if text.count("</result>") < 2 else "<answer>4</answer>"
@@ -113,7 +113,7 @@ def test_what_is_reported_as_predicted_has_the_tokens_that_were_sampled_alone(sc
 
 @dataclass
 class Accounting(ScriptedEngine):
-    """Its cache can be emptied; counts, for the time between two pushes, what was computed and what had to be."""
+    """Counts, between two pushes, the computed tokens and those that had to be computed."""
 
     asked: PrefixCache = field(default_factory=PrefixCache)
     computed: int = 0
@@ -135,9 +135,9 @@ class Accounting(ScriptedEngine):
 
 
 @pytest.mark.parametrize("common", [0, 100])
-def test_a_push_costs_each_token_of_the_trees_once(scripted_engine: Start, common: int) -> None:
+def test_push_recomputes_each_token_once(scripted_engine: Start, common: int) -> None:
     def script(text: str, seed: int) -> str:
-        """Each place writes something else, else trajectories would find each other's tokens by chance."""
+        """Each path writes another text; otherwise trajectories would share tokens by chance."""
         *answered, current = text.partition("?")[2].split("</result>")
         own = "".join(chr(97 + seed // 26**place % 26) for place in range(6))
         part = own + ("<python>1+1</python>" if len(answered) < 3 else "<answer>ok and done</answer>")
@@ -153,7 +153,7 @@ def test_a_push_costs_each_token_of_the_trees_once(scripted_engine: Start, commo
     assert max(engine.excess) <= 0
 
 
-def test_the_ways_that_the_benchmark_compares_wait_for_the_same_tools(scripted_engine: Start) -> None:
+def test_benchmark_modes_wait_for_the_same_tools(scripted_engine: Start) -> None:
     def script(text: str) -> str:
         return "<python>1+1</python>" if text.count("</result>") < 2 else "<answer>42</answer>"
 
@@ -182,8 +182,8 @@ def test_the_ways_that_the_benchmark_compares_wait_for_the_same_tools(scripted_e
     assert sorted(rounds) == sorted(trees)
 
 
-def test_an_engine_is_busy_only_while_it_has_a_request(scripted_engine: Start) -> None:
-    """Not while one waits for a push, nor before it is repeated."""
+def test_engine_is_busy_only_during_requests(scripted_engine: Start) -> None:
+    """Waiting for a push or for a retry does not count."""
 
     async def busy_s() -> float:
         async with MeteredEngine(engine.url) as client:

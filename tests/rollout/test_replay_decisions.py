@@ -1,4 +1,4 @@
-"""Stored decisions follow from tree, entropies and seed, for every policy; whatever is tampered with is found."""
+"""Stored decisions follow from tree, entropies and seed for each policy; changes are found."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def grown_by(policy: BranchPolicy, start: Callable[[ScriptedEngine], ScriptedEng
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_decision_is_derived_again(
+def test_replay_derives_every_decision(
     scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], sandbox_url: str, name: str
 ) -> None:
     policy = make_branch_policy(config(name), vocabulary_size=VOCABULARY, seed=SEED)
@@ -83,7 +83,7 @@ POLICY = make_branch_policy(config("arpo"), vocabulary_size=VOCABULARY, seed=SEE
 
 
 def decided(data: dict[str, Any], *, forked: bool = False) -> int:
-    """A segment with a decision; with `forked` one that forked."""
+    """Return a segment with a decision; with `forked`, one that forked."""
     segments = data["segments"]
     parents = [segment["parent"] for segment in segments]
     return next(
@@ -140,7 +140,7 @@ def a_decision_of_a_fresh_trajectory(data: dict[str, Any]) -> None:
 
 
 def a_decision_of_a_continuation(data: dict[str, Any]) -> None:
-    """Newer weights go on with the first answer."""
+    """Newer weights continue the first answer."""
     last = next(index for index, segment in enumerate(data["segments"]) if segment.get("finish") == "end")
     newer = {"parent": last, "role": "model", "token_ids": [3], "entropies": [0.5], "policy_version": 1}
     data["segments"].append(newer)
@@ -160,7 +160,7 @@ def one_sibling_more(data: dict[str, Any]) -> None:
 
 
 def one_sibling_less(data: dict[str, Any]) -> None:
-    """The last child of the fork with all below it becomes a fresh trajectory."""
+    """Turn the last child of the fork, with all below it, into a fresh trajectory."""
     parent = data["segments"][decided(data, forked=True)]["parent"]
     last = max(index for index, segment in enumerate(data["segments"]) if segment["parent"] == parent)
     data["segments"][last]["parent"] = 0
@@ -209,14 +209,14 @@ def test_replay_finds_a_changed_tree(tree: RolloutTree, tamper: Callable[[dict[s
 
 
 @pytest.mark.parametrize("name", ["branch", "entropies", "finish", "tool", "colour"])
-def test_a_prompt_with_what_only_sampled_segments_have_is_no_tree(tree: RolloutTree, name: str) -> None:
+def test_prompt_with_fields_of_sampled_segments_is_refused(tree: RolloutTree, name: str) -> None:
     data = tree.to_dict()
     data["segments"][0][name] = next((segment[name] for segment in data["segments"] if name in segment), "red")
     with pytest.raises(ValueError, match=f"segment 0 is a PROMPT, which has no {name}"):
         RolloutTree.from_dict(data)
 
 
-def test_a_segment_that_newer_weights_continued_is_one_segment(tree: RolloutTree) -> None:
+def test_replay_treats_continuations_as_one_segment(tree: RolloutTree) -> None:
     """Cutting every MODEL segment in two, as pushes do, changes no decision."""
     pieces, moved = RolloutTree(tree.task_id, tree.prompt_ids, step=tree.step), {0: 0}
     for index, segment in enumerate(tree.segments[1:], start=1):

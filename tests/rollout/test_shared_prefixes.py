@@ -1,4 +1,4 @@
-"""A tree that has to go on at another engine: what its paths share is computed there once."""
+"""A tree that moves to another engine computes its shared prefixes there once."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ from tests.rollout.test_pool import Accounting
 
 @dataclass
 class Mortal(Accounting):
-    """Of several the first dies that two paths behind one tool result ask at once; it answers neither."""
+    """Engines of which the first one to get requests from two siblings dies without answering."""
 
     dead: "list[Mortal]" = field(default_factory=list)
     asked_behind: Counter[str] = field(default_factory=Counter)
@@ -45,14 +45,14 @@ class Mortal(Accounting):
 
 
 def script(text: str, seed: int) -> str:
-    """Each place writes something else, else trajectories would find each other's tokens by chance."""
+    """Each path writes another text; otherwise trajectories would share tokens by chance."""
     *answered, current = text.partition("?")[2].split("</result>")
     own = "".join(chr(97 + seed // 26**place % 26) for place in range(6))
     part = own + ("<python>1+1</python>" if len(answered) < 4 else "<answer>ok and done</answer>")
     return part[len(current) :]
 
 
-def test_a_tree_whose_engine_dies_computes_what_its_paths_share_once(
+def test_engine_failure_recomputes_shared_prefixes_once(
     scripted_engine: Callable[[ScriptedEngine], ScriptedEngine],
 ) -> None:
     dead: list[Mortal] = []

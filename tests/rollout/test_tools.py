@@ -1,4 +1,4 @@
-"""Tool calls survive a killed tool service and its HTTP errors; what fails for good becomes a text for the model."""
+"""Tool calls survive a killed service and HTTP errors; a call that keeps failing becomes a text for the model."""
 
 import asyncio
 import signal
@@ -30,7 +30,7 @@ def port() -> Iterator[int]:
 
 
 def start(port: int, folder: Path, *, sessions: bool = False) -> "subprocess.Popen[str]":
-    """A real tool service at `port`; returns when it serves."""
+    """Start a real tool service at `port` and wait until it serves."""
     kept = f", session_dir: {folder / 'states'}" if sessions else ""
     (folder / "config.yaml").write_text(f"python: {{preload: []{kept}}}\n")
     command = [sys.executable, "-m", "tools_sandbox", "--port", str(port), "--config", str(folder / "config.yaml")]
@@ -53,9 +53,7 @@ def ask(
     ("fault", "seconds"),
     [(signal.SIGKILL, 1), (signal.SIGTERM, 3)],  # longer than a service that is told to stop lets calls finish
 )
-def test_calls_in_flight_survive_a_restart_of_the_service(
-    port: int, fault: signal.Signals, seconds: int, tmp_path: Path
-) -> None:
+def test_calls_survive_a_restart_of_the_service(port: int, fault: signal.Signals, seconds: int, tmp_path: Path) -> None:
     service = start(port, tmp_path)
 
     async def run() -> list[ToolAnswer]:
@@ -79,8 +77,8 @@ def test_calls_in_flight_survive_a_restart_of_the_service(
         service.wait()
 
 
-def test_a_call_with_a_session_may_be_executed_again_after_a_restart(port: int, tmp_path: Path) -> None:
-    """What it leaves behind has the name of its place, and it begins again with the state before it."""
+def test_session_call_can_be_repeated_after_a_restart(port: int, tmp_path: Path) -> None:
+    """Its state has a name that follows from its path, and a repetition starts from the state before it."""
     state, more = "n = 1", "import time; time.sleep(1); n += 1; n"
     service = start(port, tmp_path, sessions=True)
 
@@ -105,7 +103,7 @@ def test_a_call_with_a_session_may_be_executed_again_after_a_restart(port: int, 
         service.wait()
 
 
-def test_a_service_that_stays_away_fails_the_call(port: int) -> None:
+def test_unreachable_service_fails_the_call(port: int) -> None:
     async def run() -> None:
         async with ToolClient(f"http://127.0.0.1:{port}", retry_for_s=1) as client:
             await ask(client, "1")
@@ -125,9 +123,7 @@ def test_a_service_that_stays_away_fails_the_call(port: int) -> None:
         ([503] * 4 + [500], ("fine", "ok")),  # a restart and one mishap: not a lasting failure
     ],
 )
-def test_http_errors_are_asked_again_and_become_a_text_in_the_end(
-    failures: list[int], expected: tuple[str, str]
-) -> None:
+def test_http_errors_are_retried_and_become_an_answer(failures: list[int], expected: tuple[str, str]) -> None:
     left = list(failures)
 
     async def answer(_request: web.Request) -> web.Response:
@@ -152,7 +148,7 @@ def test_http_errors_are_asked_again_and_become_a_text_in_the_end(
 
 
 @pytest.mark.parametrize("tokenizer", [generated_tokenizer(), train_bpe(["some text to learn from"] * 9, 400)])
-def test_what_a_page_says_cannot_end_the_turn(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_special_token_in_a_page_becomes_ordinary_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     codec = TokenizerCodec(tmp_path)
     page = f"a{tokenizer.eos_token}{tokenizer.pad_token} b"
@@ -164,7 +160,7 @@ def test_what_a_page_says_cannot_end_the_turn(tokenizer: PreTrainedTokenizerFast
     assert codec.encode("</result>") == ids[-1:]
 
 
-def test_ten_megabytes_are_cut_without_being_tokenized() -> None:
+def test_large_result_is_cut_before_tokenization() -> None:
     codec, encoded = CharacterCodec(), 0
 
     def encode(text: str) -> list[int]:
