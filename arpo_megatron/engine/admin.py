@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,24 +32,6 @@ class WeightPushError(UserError):
     The engines that it reached refuse to generate until a whole push has arrived. If the weights arrived and were then
     found to be wrong, the trainer sends no requests until the next push.
     """
-
-
-class DiskPushError(WeightPushError):
-    """The disk through which weights travel is full or unavailable; the engines are fine."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailedPush:
-    """Why a push failed, in a form that is broadcast to all ranks."""
-
-    why: str
-    disk: bool
-    """Only the disk between trainer and engines is at fault."""
-
-    @classmethod
-    def of(cls, error: WeightPushError) -> Self:
-        """Describe `error`."""
-        return cls(str(error), isinstance(error, DiskPushError))
 
 
 @dataclass(frozen=True, slots=True)

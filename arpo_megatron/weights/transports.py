@@ -31,7 +31,6 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from torch.multiprocessing import reductions
 
 from arpo_megatron.engine.admin import (
-    DiskPushError,
     EngineAdmin,
     EngineEndpoint,
     WeightPushError,
@@ -372,7 +371,7 @@ class Disk:
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
-            raise DiskPushError(f"sync.directory: {error}") from error
+            raise WeightPushError(f"sync.directory: {error}") from error
 
     def send(self, bucket: Bucket) -> Callable[[], None]:
         """Write the file and let the engines read it, in a thread."""
@@ -397,7 +396,7 @@ class Disk:
             else:
                 write_file(file, bucket)
         except OSError as error:
-            raise DiskPushError(f"{file}: {error.strerror}") from error
+            raise WeightPushError(f"{file}: {error.strerror}") from error
         if isinstance(bucket, Block) and not bucket.is_last:
             return
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}

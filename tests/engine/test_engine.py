@@ -140,7 +140,7 @@ from pathlib import Path
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.rollout.messages import ServiceSettings
-from tests.engine.fixtures import ENGINE, is_running
+from tests.rollout.launched import launched_rollouts
 model, log = map(Path, sys.argv[1:])
 config = EngineConfig(max_total_tokens=4096, memory_fraction=0.1, startup_timeout_s=400)
 launched = launched_rollouts(ServiceSettings(("http://127.0.0.1:9",), "http://127.0.0.1:9", model, seed=1))

@@ -105,15 +105,15 @@ def test_trees_grow_and_the_cache_serves_the_predicted_share(
 def test_greedy_trees_do_not_depend_on_the_batch(engine: EngineHandle, rollouts: RolloutHandle) -> None:
     """Tokens, forks and draws are equal with other trees in the batch and in another order."""
     settings = replace(RolloutSettings.training(job(group_size=6, initial_rollouts=2)), sampling=Sampling(0.0))
-    asked, grown = random_tasks(36), []
-    for others in range(3):
+    asked, grown = random_tasks(24), []
+    for others in range(2):
         flush_cache(engine)
         crowd = [*tasks(4 * others), *asked[11 * others :], *asked[: 11 * others]]
         report = rollouts.grow_trees(crowd, step=1, version=0, settings=settings)
         trees = {tree.task_id: tree for tree in report.trees}
         grown.append([decided(trees[task.id]) for task in asked])
-    assert grown[0] == grown[1] == grown[2]
-    assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 5
+    assert grown[0] == grown[1]
+    assert sum(branch is not None for tree in grown[0] for *_, branch in tree) > 3
 
 
 def decided(tree: RolloutTree) -> list[tuple[Any, ...]]:

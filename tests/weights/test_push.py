@@ -25,7 +25,7 @@ import requests
 import torch
 
 from arpo_megatron.config import EngineConfig, ParallelConfig
-from arpo_megatron.engine.admin import DiskPushError, EngineAdmin, EngineEndpoint, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.engine.wire.checksums import Sample
@@ -543,7 +543,7 @@ def test_full_disk_is_distinguished_from_an_engine_failure(tmp_path: Path) -> No
     transport = Disk(requests, disk / "sync")
     with small_disk(disk, 2**14) as full:
         transport.connect(())
-        with pytest.raises(DiskPushError, match=rf"sync/model\.safetensors: {full}"):
+        with pytest.raises(WeightPushError, match=rf"sync/model\.safetensors: {full}"):
             transport.send([("weight", torch.ones(5000))])()
         transport.close()
         assert list(disk.iterdir()) == [], "the room is given back until the next attempt"
