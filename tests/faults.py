@@ -33,9 +33,9 @@ def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
     """Limit the space at `folder` in one of the ways `FULL`; yield the system's error message for a full disk.
 
     Args:
-        folder: an empty directory; what a file system of `size` bytes held is gone with it.
-        size: in bytes, of a file system of its own, or of each file that this process writes anywhere.
-        kind: the test is skipped where it is "tmpfs" and none can be mounted.
+        folder: an empty directory; a file system that is mounted there is lost afterwards.
+        size: bytes of a separate file system, or of each file that this process writes anywhere.
+        kind: one of `FULL`; the test is skipped if a tmpfs cannot be mounted.
     """
     if kind == "tmpfs":
         command = ["mount", "-t", kind, "-o", f"size={size}", kind, str(folder)]
@@ -45,7 +45,7 @@ def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
         try:
             yield os.strerror(errno.ENOSPC)
         finally:
-            # Lazily: a process that has failed there may not have ended yet.
+            # Lazily, because a process that failed there may not have ended yet.
             subprocess.run(["umount", "-l", str(folder)], check=True)
         return
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -72,6 +72,7 @@ class Proxies:
     def __exit__(self, *_exception: object) -> None:
         for proxy in self._opened:
             self.run(proxy.close())
+        self.run(_cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -134,6 +135,13 @@ class CutProxy:
         finally:
             self._open_ends.discard(writer)
             writer.transport.abort()
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

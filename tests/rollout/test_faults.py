@@ -120,6 +120,10 @@ class Fleet:
         """Return the process id of a service; None if it is down."""
         return {role["name"]: role["pid"] for role in read_health(self.run)["processes"] if role["up"]}.get(name)
 
+    def restarts(self) -> int:
+        """Return the number of restarts of all services."""
+        return sum(process["restarts"] for process in read_health(self.run)["processes"])
+
     @contextmanager
     def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:
         """Connect to the rollout process, which reaches all services through proxies."""
@@ -314,7 +318,7 @@ def check_undisturbed(report: RolloutReport) -> None:
 
 def campaign(fleet: Fleet, expected: RolloutReport, faults: Mapping[str, int], *, routed: bool, seed: int) -> None:
     check_undisturbed(expected)
-    restarted = fleet.supervisor.restarted
+    restarts_before = fleet.restarts()
     with fleet.rollouts(routed=routed, seed=seed) as (handle, cuts, tools):
         saboteur = Saboteur(fleet, cuts, tools, faults, tokens=expected.stats.counts.tokens_sampled, seed=seed)
         found = grow(handle, len(expected.trees), saboteur)
@@ -324,7 +328,7 @@ def campaign(fleet: Fleet, expected: RolloutReport, faults: Mapping[str, int], *
     killed = sum(count for name, count in faults.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 300
     while not all(role["up"] for role in read_health(fleet.run)["processes"]) or (
-        fleet.supervisor.restarted - restarted < killed
+        fleet.restarts() - restarts_before < killed
     ):
         assert time.monotonic() < deadline, read_health(fleet.run)
         time.sleep(0.1)
