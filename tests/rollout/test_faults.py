@@ -2,7 +2,7 @@
 
 Real engines and the real tool service are supervised as in a job. The faults come in an order drawn by the seed, spread
 evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. `make test`
-has 8 faults in 40 trees; the campaign has 20 faults in 200 trees, with other seeds and without the router.
+has 8 faults in 60 trees; the campaign has 20 faults in 200 trees, with other seeds and without the router.
 """
 
 import os
@@ -48,7 +48,7 @@ pytestmark = [
 ]
 
 TOKEN = secrets.token_urlsafe(16)
-TREES, CAMPAIGN_TREES = 40, 200
+TREES, CAMPAIGN_TREES = 60, 200
 ENGINES = 2
 FAULTS = {
     "kill an engine": 1,
@@ -408,7 +408,8 @@ def test_router_keeps_each_tree_on_one_engine(fleet: Fleet, undisturbed: Rollout
 
 
 def test_trees_are_the_same_with_faults_in_all_services(fleet: Fleet, undisturbed: RolloutReport) -> None:
-    campaign(fleet, undisturbed, FAULTS, routed=True, seed=1)
+    # With this seed the rollout process, which counts retries, is killed first.
+    campaign(fleet, undisturbed, FAULTS, routed=True, seed=26)
 
 
 @pytest.fixture(scope="module")

@@ -2,110 +2,41 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy, GrpoPolicy, make_branch_policy
+from arpo_megatron.algorithms.branching import GrpoPolicy, make_branch_policy
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.rollout.accounting import rollout_stats, tokens_per_second
-from arpo_megatron.rollout.cache_prediction import predict_requests
-from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, RolloutLimits, TextCodec
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.tags.calls import ends_inside_stop, result_text
-from arpo_megatron.tree import Finish, Int32Array, Role, RolloutTree
+from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import CharacterCodec, ScriptedEngine
-from tools_sandbox.client import SandboxUnavailable, ToolAnswer
-
-CODEC = CharacterCodec()
-LIMITS = RolloutLimits(
-    max_length=1000, max_response_tokens=800, max_tool_calls=3, max_tool_tokens=200, tool_timeout_s=10.0
+from tests.rollout.growing import (
+    CODEC,
+    LIMITS,
+    PLAN,
+    PROMPT,
+    SEED,
+    Start,
+    any_of,
+    arpo,
+    fork_points,
+    grow,
+    planned,
+    texts,
 )
-SEED = 5
-PROMPT = "What is 1+1? "
-PLAN = (
-    "<think>ask</think><python>1+1</python>",
-    "<think>and double</think><python>2*2</python>",
-    "<think>sure</think><answer>\\boxed{4}</answer>",
-)
-Start = Callable[[ScriptedEngine], ScriptedEngine]
-
-
-def planned(*plan: str) -> Callable[[str], str]:
-    """Return a script in which the n-th part of the plan follows the n-th tool result."""
-
-    def script(text: str) -> str:
-        *answered, current = text[text.index(PROMPT) + len(PROMPT) :].split("</result>")
-        part = plan[min(len(answered), len(plan) - 1)]
-        assert part.startswith(current)
-        return part[len(current) :]
-
-    return script
-
-
-def arpo(samples: int, initial: int, *, k: int = 6, **fields: Any) -> ArpoPolicy:
-    config = AlgorithmConfig(group_size=samples, initial_rollouts=initial, entropy_tokens=k, **fields)
-    return ArpoPolicy(config, CODEC.vocabulary_size, seed=SEED)
-
-
-class SlowTools(ToolClient):
-    """The real tools, whose answers arrive up to 20 ms later."""
-
-    def __init__(self, url: str, delays: random.Random | None, retry_for_s: float) -> None:
-        super().__init__(url, retry_for_s=retry_for_s)
-        self._delays = delays
-
-    async def call(self, *arguments: Any, **options: Any) -> ToolAnswer:
-        answer = await super().call(*arguments, **options)
-        if self._delays is not None:
-            await asyncio.sleep(self._delays.random() * 0.02)
-        return answer
-
-
-def grow(
-    engine_url: str,
-    sandbox_url: str,
-    policy: BranchPolicy,
-    *,
-    limits: RolloutLimits = LIMITS,
-    retry_for_s: float = 5.0,
-    slow_tools: random.Random | None = None,
-    codec: TextCodec = CODEC,
-    entries: Sequence[bytes] = (),
-    record: Callable[[bytes], None] = lambda _entry: None,
-) -> tuple[RolloutTree, TreeGrower]:
-    """Grow one tree for PROMPT."""
-
-    async def run() -> tuple[RolloutTree, TreeGrower]:
-        async with (
-            EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
-            SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
-        ):
-            context = RolloutContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
-            prompt = np.array(CODEC.encode(PROMPT), np.int32)
-            grower = TreeGrower("task-1", prompt, context, entries=entries, record=record)
-            return await grower.grow(), grower
-
-    return asyncio.run(run())
-
-
-def texts(tree: RolloutTree, leaf: int) -> list[str]:
-    return [CODEC.decode(tree.segments[index].token_ids.tolist()) for index in tree.path(leaf)]
-
-
-def fork_points(tree: RolloutTree) -> list[int]:
-    """Return the number of MODEL children of each TOOL segment."""
-    return [
-        len(below) for below, segment in zip(tree.children(), tree.segments, strict=True) if segment.role is Role.TOOL
-    ]
+from tools_sandbox.client import SandboxUnavailable
 
 
 def test_trajectory_alternates_between_model_and_tool_and_keeps_every_token(
@@ -182,16 +113,6 @@ def test_decision_is_recorded_on_the_measured_segment(scripted_engine: Start, sa
     assert measured.entropies is not None
     assert len(measured.entropies) == len(measured)  # both requests' entropies, in order
     assert measured.token_ids.tolist() == sibling.token_ids.tolist()
-
-
-def any_of(text: str, seed: int) -> str:
-    """Return the text of a seeded engine: one to four calls, and text that depends only on the path's seed."""
-    *answered, current = text.removeprefix(PROMPT).split("</result>")
-    number = random.Random(seed).randrange(100)
-    end = "<answer>\\boxed{4}</answer>"
-    part = f"{number}{end if len(answered) > 1 + number % 3 else f'<python>{number}</python>'}"
-    assert part.startswith(current)
-    return part[len(current) :]
 
 
 def comparable(tree: RolloutTree) -> dict[str, Any]:
@@ -427,68 +348,6 @@ def test_token_limits_hold(scripted_engine: Start, sandbox_url: str) -> None:
     assert len(tree.segments[2]) == 30
     assert texts(tree, 3)[2].startswith(" <result>\nxxx")
     assert texts(tree, 3)[2].endswith("x\n</result>")
-
-
-def test_tree_shape_predicts_requests_and_cached_tokens(scripted_engine: Start, sandbox_url: str) -> None:
-    cases: tuple[BranchPolicy, ...] = (
-        GrpoPolicy(1),
-        GrpoPolicy(4),
-        arpo(8, 3, branch_probability=1.0, entropy_weight=0.0),
-        arpo(6, 1, branch_probability=0.5),
-        arpo(5, 2, branch_probability=0.0, entropy_weight=0.0),
-    )
-    for policy in cases:
-        engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-        tree, grower = grow(engine.url, sandbox_url, policy)
-        predicted = predict_requests([tree], policy)
-        assert grower.counts.requests == len(predicted) == len(engine.requests)
-        assert grower.counts.prompt_tokens == sum(request.prompt_tokens for request in predicted)
-        assert sorted(len(request["input_ids"]) for request in engine.requests) == sorted(
-            request.prompt_tokens for request in predicted
-        )
-        assert grower.counts.cached_tokens >= sum(
-            request.cached_tokens for request in predicted
-        )  # equal if none repeats
-
-
-@pytest.mark.parametrize("k", [1, 26, 38, 40])
-def test_prediction_covers_measured_tokens_that_end_inside_a_tag(
-    scripted_engine: Start, sandbox_url: str, k: int
-) -> None:
-    """The rest of the tag is sampled token by token."""
-    policy = arpo(4, 2, k=k, branch_probability=1.0, entropy_weight=0.0)
-    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-    tree, grower = grow(engine.url, sandbox_url, policy)
-
-    def inside_stop(token_ids: Int32Array) -> bool:
-        return ends_inside_stop(CODEC.decode(token_ids.tolist()), LIMITS.stops)
-
-    predicted = predict_requests([tree], policy, inside_stop)
-    assert len(predicted) > len(predict_requests([tree], policy))
-    assert sorted(len(request["input_ids"]) for request in engine.requests) == sorted(
-        request.prompt_tokens for request in predicted
-    )
-    assert grower.counts.cached_tokens >= sum(request.cached_tokens for request in predicted)
-    stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0, inside_stop=inside_stop)
-    assert stats.predicted_prompt_tokens == grower.counts.prompt_tokens
-
-
-def test_prediction_is_exact_if_all_samples_differ(scripted_engine: Start, sandbox_url: str) -> None:
-    serial = iter(range(1000))
-
-    def script(text: str) -> str:
-        calls = text.count("</result>")
-        if text.endswith(("</result>", PROMPT)):  # a new segment: unlike any other
-            return f"{next(serial):03d}<python>1+{calls}</python>" if calls < 2 else f"{next(serial):03d} done"
-        return "7<python>3</python>"  # the rest of a measured segment
-
-    policy = arpo(12, 4, k=3, beam_size=3)
-    engine = scripted_engine(ScriptedEngine(script))
-    tree, grower = grow(engine.url, sandbox_url, policy)
-    assert len(tree.leaves()) == 12
-    predicted = predict_requests([tree], policy)
-    assert len(predicted) == len(engine.requests)
-    assert grower.counts.cached_tokens == sum(request.cached_tokens for request in predicted)
 
 
 def test_transient_engine_failure_is_retried(scripted_engine: Start, sandbox_url: str) -> None:

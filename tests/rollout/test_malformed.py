@@ -21,7 +21,7 @@ from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tasks.tags.calls import result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
-from tests.rollout.test_grower import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
+from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
 from tools_sandbox.client import ToolAnswer
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]

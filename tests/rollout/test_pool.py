@@ -29,8 +29,8 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
+from tests.rollout.growing import CODEC, SEED, arpo
 from tests.rollout.prefix_cache import PrefixCache
-from tests.rollout.test_grower import CODEC, SEED, arpo
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 

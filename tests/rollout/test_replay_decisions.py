@@ -23,7 +23,7 @@ from arpo_megatron.rollout.replay_decisions import DecisionMismatchError, replay
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
-from tests.rollout.test_grower import CODEC, SEED, any_of, fork_points, grow, planned
+from tests.rollout.growing import CODEC, SEED, any_of, fork_points, grow, planned
 
 Grown = tuple[RolloutTree, BranchPolicy]
 VOCABULARY = 50

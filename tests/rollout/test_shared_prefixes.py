@@ -15,7 +15,7 @@ from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
-from tests.rollout.test_grower import CODEC, SEED, arpo
+from tests.rollout.growing import CODEC, SEED, arpo
 from tests.rollout.test_pool import Accounting
 
 
