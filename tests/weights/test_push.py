@@ -374,19 +374,19 @@ def test_half_a_push_is_never_served_or_committed(engine: EngineHandle, model: P
     transport.send([NORM])()
     with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 39 are arriving, not 38"):
         engines.commit_push(38, 1)
-    with pytest.raises(WeightPushError, match=r"HTTP 409: .*of the 3 parts of version 39 2 have arrived"):
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*2 of the 3 parts of version 39 have arrived"):
         engines.commit_push(39, transport.finish() + 1)
     check_silent(engine.url, "weights of version 39 are arriving")
     engines.begin_push(40)  # of another trainer: it knows nothing of the parts that have come
     for loads in (0, 2):
-        with pytest.raises(WeightPushError, match=rf"HTTP 409: .*of the {loads} parts of version 40 0 have arrived"):
+        with pytest.raises(WeightPushError, match=rf"HTTP 409: .*0 of the {loads} parts of version 40 have arrived"):
             engines.commit_push(40, loads)
     check_silent(engine.url, "weights of version 40 are arriving")
     transport.close()
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 41)
     assert generate(engine.url)["meta_info"]["weight_version"] == "41"
-    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights arrive, but no push has begun"):
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights have arrived, but no push has begun"):
         engines.post_all("update_weights_from_disk", [(engine.url, {"model_path": str(model)})])[0].result()
     engines.close()
 
@@ -401,11 +401,11 @@ def test_engine_with_lent_memory_refuses_until_a_push(engine: EngineHandle) -> N
         assert long.result() == 200
     engines.release_memory()
     check_silent(engine.url, "the engine's memory is lent to the trainer")
-    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 44 have no place"):
+    with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights of version 44 cannot be stored"):
         engines.begin_push(44)
     engines.resume_memory()
     engines.resume_memory()
-    check_silent(engine.url, "the engine's memory is back, and holds no weights yet")
+    check_silent(engine.url, "the engine's memory is back and holds no weights yet")
     engines.close()
     with weight_sync(engine.url) as sync:
         sync.push([[NORM]], 45)
@@ -536,7 +536,7 @@ def test_shared_memory_is_free_between_pushes() -> None:
         server.shutdown()
 
 
-def test_full_disk_is_distinguished_from_an_engine_failure(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_freed(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     requests = EngineAdmin(["http://127.0.0.1:9"], TIMEOUT_S)
@@ -546,7 +546,7 @@ def test_full_disk_is_distinguished_from_an_engine_failure(tmp_path: Path) -> No
         with pytest.raises(WeightPushError, match=rf"sync/model\.safetensors: {full}"):
             transport.send([("weight", torch.ones(5000))])()
         transport.close()
-        assert list(disk.iterdir()) == [], "the room is given back until the next attempt"
+        assert list(disk.iterdir()) == [], "the disk is freed until the next attempt"
     requests.close()
 
 
