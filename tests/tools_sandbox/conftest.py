@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if "attack" in params and params["attacked"] == "user":
+        if params.get("attacked") == "user" and "attack" in params:
             attack = params["attack"]
             if FIRST_OF_FAMILY[attack.family] is not attack:
                 item.add_marker(pytest.mark.slow_campaign)
