@@ -36,6 +36,7 @@ test-all: lint types contracts
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_prose.py
 
 types: setup
 	$(BIN)/mypy

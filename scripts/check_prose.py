@@ -67,7 +67,7 @@ def docstring_faults(source: str, documented: bool) -> Iterator[Chunk]:
 
     Args:
         source: a Python file.
-        documented: report public functions whose docstring has fewer than three words, too.
+        documented: report public functions whose docstring has fewer than two words, too.
     """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -81,8 +81,8 @@ def docstring_faults(source: str, documented: bool) -> Iterator[Chunk]:
         if re.search(r"^Attributes:$", text, re.MULTILINE):
             yield line, f"docstring of {name}: document attributes by a docstring below each, not by a list"
         function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and function and not name.startswith("_") and len(text.split()) < 3:
-            yield line, f"docstring of {name}: it has fewer than three words; drop it or say something"
+        if documented and function and not name.startswith("_") and len(text.split()) < 2:
+            yield line, f"docstring of {name}: it has fewer than two words; drop it or say something"
 
 
 def faults(path: str, text: str) -> Iterator[Chunk]:

@@ -70,7 +70,7 @@ class EngineHandle:
 
     @property
     def url(self) -> str:
-        """http://host:port."""
+        """Base address, http://host:port."""
         return self.spec.url
 
     def alive(self) -> bool:

@@ -185,11 +185,11 @@ class Requeueing:
 
     def __init__(self, silent: int = 0) -> None:
         self.silent = silent
-        self.told: list[tuple[str, ...]] = []
+        self.commands: list[tuple[str, ...]] = []
 
     def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
         if words[0] == "scancel" or words[1:2] == ("requeue",):
-            self.told.append(words)
+            self.commands.append(words)
         if words[0] == "squeue":
             return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n"
         return ""
@@ -200,7 +200,7 @@ class Requeueing:
 
 
 @pytest.mark.parametrize(
-    ("lost", "requeue", "code", "told"),
+    ("lost", "requeue", "code", "commands"),
     [
         (["n2"], True, 75, [("scontrol", "requeue", "7")]),
         (["n2"], False, 75, []),
@@ -214,7 +214,7 @@ def test_node_lost_before_training_requeues_the_job(
     lost: list[str],
     requeue: bool,
     code: int,
-    told: list[tuple[str, ...]],
+    commands: list[tuple[str, ...]],
 ) -> None:
     """A node that is alive but fails ends the chain."""
     submitted(run)
@@ -223,7 +223,7 @@ def test_node_lost_before_training_requeues_the_job(
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: lost)
     monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
-    assert slurm.told == told
+    assert slurm.commands == commands
     said = capsys.readouterr().err.splitlines()
     assert said.count(f"arpo: {SILENT}") == 1
     assert ("arpo: cannot reach n2 any more" in said) is bool(lost)
@@ -239,7 +239,7 @@ def test_missing_scratch_directory_of_a_lost_node_requeues_the_job(
 
 
 @pytest.mark.parametrize(
-    ("silent", "requeue", "code", "told"),
+    ("silent", "requeue", "code", "commands"),
     [
         (2, True, 0, [("scancel", "8")]),  # training is done
         (9, True, 75, [("scontrol", "requeue", "7")]),
@@ -252,7 +252,7 @@ def test_silent_controller_at_the_start_requeues_the_job(
     silent: int,
     requeue: bool,
     code: int,
-    told: list[tuple[str, ...]],
+    commands: list[tuple[str, ...]],
 ) -> None:
     submitted(run)
     save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
@@ -262,7 +262,7 @@ def test_silent_controller_at_the_start_requeues_the_job(
     monkeypatch.setattr(supervise, "_PAUSE_S", 0.0)
     monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, None) == code
-    assert slurm.told == told
+    assert slurm.commands == commands
 
 
 def asked_by(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: JobState | None) -> supervise._Signals:

@@ -31,27 +31,24 @@ class CharacterCodec:
 
 @dataclass
 class ScriptedEngine:
-    """Continues a text with `script(text)`; each answer ends with END unless a limit or stop string comes first.
-
-    Attributes:
-        script: whole text so far -> everything that follows.
-        seeded: instead of it, (text so far, the request's sampling seed) -> everything that follows.
-        delay_s: text so far -> how long to wait before answering.
-        fail_first: answer so many requests with 503.
-        version: of the policy, as answers report it.
-        look_s: how long it takes to tell its version when it is asked for that alone.
-        looks: how often it was.
-        answered: how many answers of more than two tokens it has given.
-    """
+    """Continues a text with `script(text)`; each answer ends with END unless a limit or stop string comes first."""
 
     script: Callable[[str], str]
+    """Whole text so far -> everything that follows."""
     seeded: Callable[[str, int], str] | None = None
+    """(Whole text so far, the request's sampling seed) -> everything that follows; replaces `script`."""
     delay_s: Callable[[str], float] = lambda _text: 0.0
+    """Text so far -> seconds before the answer."""
     fail_first: int = 0
+    """Number of requests that are answered with 503 at first."""
     version: int = 7
+    """Policy version in the answers."""
     look_s: float = 0.0
+    """Seconds that a request for the version takes."""
     looks: int = 0
+    """Number of such requests."""
     answered: int = 0
+    """Number of answers of more than two tokens."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _kept: set[tuple[int, ...]] = field(default_factory=set)

@@ -126,11 +126,11 @@ def test_failed_start_reports_the_log_and_leaves_no_process(tmp_path: Path) -> N
     log = tmp_path / "logs" / "engine.log"
     with pytest.raises(UserError, match=r"config\.json is missing"):
         launch_engine(tmp_path, ENGINE, dtype="float32", seed=1, log_path=log)
-    (tmp_path / "config.json").write_text('{"model_type": "a-model-nobody-knows"}')
+    (tmp_path / "config.json").write_text('{"model_type": "a-model-of-no-family"}')
     with pytest.raises(EngineStartError, match="ended with code") as error:
         launch_engine(tmp_path, ENGINE, dtype="float32", seed=1, log_path=log)
     assert str(log) in str(error.value)
-    assert "a-model-nobody-knows" in str(error.value)
+    assert "a-model-of-no-family" in str(error.value)
     assert engine_processes(str(tmp_path)) == []
 
 

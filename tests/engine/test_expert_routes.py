@@ -236,7 +236,7 @@ def test_cached_tokens_keep_their_routes(
             assert len(rest.routes) == len(rest.token_ids) - 1
             assert (again.routes[:99] == first.routes[:99]).all()
             cut: list[Generation] = []
-            for _ in range(20):  # until a pause meets one that is under way
+            for _ in range(20):  # until a pause meets a request in flight
                 drawn = (
                     client.generate(prompt, max_new_tokens=1500, sampling=Sampling(), routes=whole) for _ in "many"
                 )

@@ -14,7 +14,7 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.utils.processes import ProcessDiedError
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 100.0  # a rank that nobody ends sits in its collective or its clean-up for 600 s
+END_S = 100.0  # a rank that is not stopped stays in its collective or its clean-up for 600 s
 
 
 @pytest.mark.parametrize("how", ["hangs in its clean-up", "is killed"])

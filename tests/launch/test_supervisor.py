@@ -70,7 +70,7 @@ def program(
 
 
 def answer(url: str) -> int | None:
-    """The id of the process that serves there, None for nobody."""
+    """Return the id of the process that serves there; None without one."""
     try:
         return int(requests.get(url, timeout=5).text)
     except requests.RequestException:

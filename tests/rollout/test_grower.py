@@ -251,7 +251,7 @@ def test_call_beyond_the_limit_ends_the_trajectory(scripted_engine: Start, sandb
     assert grower.counts.calls_executed == 2
     for leaf in tree.leaves():
         assert tree.segments[leaf].finish is Finish.CALL_LIMIT
-        assert texts(tree, leaf)[-1] == PLAN[1]  # nothing is made up behind it
+        assert texts(tree, leaf)[-1] == PLAN[1]  # nothing is added after it
 
 
 def test_stop_at_answer_ends_the_trajectory(scripted_engine: Start, sandbox_url: str) -> None:

@@ -150,19 +150,16 @@ FRAGMENTS = st.sampled_from([*CALLS * 8, *TAGS, "é", "→🙂", " text ", "\n",
 
 @dataclass
 class ByteEngine:
-    """Answers as the real client does, in the same process: each path continues one stream of bytes.
-
-    Attributes:
-        streams: what is sampled at a place is one of these, chosen by its seed.
-        cut_short: chance that a request is cut short by a weight push.
-        returned: sampling seed -> what was returned for it, in order.
-        asked: sampling seed -> prefix of its first request.
-    """
+    """Answers as the real client does, in the same process: each path continues one stream of bytes."""
 
     streams: Sequence[bytes]
+    """The streams to sample from; the seed of a request chooses one."""
     cut_short: float
+    """Probability that a weight push cuts a request short."""
     returned: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Sampling seed -> tokens returned for it, in order."""
     asked: dict[int, list[int]] = field(default_factory=dict)
+    """Sampling seed -> prefix of its first request."""
     version: int = 0
 
     def cache_id(self, _key: str) -> CacheId:

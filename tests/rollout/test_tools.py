@@ -51,7 +51,7 @@ def ask(
 
 @pytest.mark.parametrize(
     ("fault", "seconds"),
-    [(signal.SIGKILL, 1), (signal.SIGTERM, 3)],  # longer than a service that is told to stop lets calls finish
+    [(signal.SIGKILL, 1), (signal.SIGTERM, 3)],  # longer than a stopping service lets calls finish
 )
 def test_calls_survive_a_restart_of_the_service(port: int, fault: signal.Signals, seconds: int, tmp_path: Path) -> None:
     service = start(port, tmp_path)

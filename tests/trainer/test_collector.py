@@ -67,7 +67,7 @@ class Rollouts:
         version: int,
         settings: RolloutSettings,
     ) -> None:
-        self.calls.append(f"go on {' '.join(tree.task_id for _, tree in trees)}")
+        self.calls.append(f"resume {' '.join(tree.task_id for _, tree in trees)}")
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
         self.in_flight += [task for task, _ in trees]
 
@@ -254,14 +254,14 @@ def test_resumed_run_continues_restored_trees_first(collector: Start) -> None:
     again.restore(trees, [task(tree.task_id) for tree in trees])
     assert again.unfinished() == trees  # a checkpoint before the next step loses none of them
     assert [item.tree.task_id for item in again.collect(1)] == ["t4", "t5", "t6", "t7"]
-    assert rollouts.calls == ["go on t4 t5 t6 t7", "start 4", "collect 4"]
+    assert rollouts.calls == ["resume t4 t5 t6 t7", "start 4", "collect 4"]
     assert [item.id for item in rollouts.in_flight] == ["t0", "t1", "t2", "t3"]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("interrupts", [1, 2], ids=["at-the-first-report", "in-the-refill"])
 def test_stop_within_a_step_trains_every_task_once(collector: Start, staleness: int, interrupts: int) -> None:
-    """Two steps are done and the third is under way when the job is asked to end; no checkpoint is due."""
+    """Two steps are done and the third is in progress when the job is asked to end; no checkpoint is due."""
     tasks = [task(f"t{n}") for n in range(40)]
     order = [each.id for each in EpochSelector(tasks, 1).next_batch(16)]
     signal = {name: number % 3 > 0 for number, name in enumerate(order)}
@@ -297,13 +297,13 @@ def test_stop_within_a_step_trains_every_task_once(collector: Start, staleness: 
 
 
 class Killed(BaseException):
-    """As far as a test goes on behind it."""
+    """Ends the process of a test at one point, as SIGKILL would."""
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("report", [1, 2])
 def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path, staleness: int, report: int) -> None:
-    """In the third step; what a process does that ends in order (`now=True`) is left undone."""
+    """The kill comes in the third step; the final write of an orderly end (`now=True`) does not happen."""
     tasks = [task(f"t{n}") for n in range(40)]
     path, told = tmp_path / "step_journal.msgpack", list[str]()
 
@@ -390,7 +390,7 @@ def test_step_trains_fewer_trees_when_no_task_is_left(collector: Start) -> None:
 
 
 def test_selector_learns_nothing_from_a_step_stopped_while_scoring(collector: Start) -> None:
-    """Its state is stored beside these trees, which the continuation tells of."""
+    """The selector's state is stored with these trees; the resumed step reports them to it."""
     selector = Selector()
     held, rollouts = collector(selector=selector, oversampling=0.5)
     score = held.scorer.score
@@ -418,7 +418,7 @@ def test_selector_learns_of_trees_when_the_step_is_complete(collector: Start) ->
     rollouts.interrupts = 2
     with pytest.raises(StoppedError):
         held.collect(0)
-    assert selector.noted == []  # the continuation scores the trees again, and tells
+    assert selector.noted == []  # the resumed step scores and reports the trees again
     again, _ = collector(lambda name: name != "t0", selector, max_refills=1)
     again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
     again.collect(0)
@@ -426,8 +426,7 @@ def test_selector_learns_of_trees_when_the_step_is_complete(collector: Start) ->
 
 
 def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start, tmp_path: Path) -> None:
-    """Else a run that goes on there would tell it of the same trees once more."""
-
+    """Otherwise a resumed run would report the same trees to it twice."""
     held, _ = collector(selector=Selector())
     held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     for step in range(2):
@@ -439,8 +438,7 @@ def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start
 
 
 def test_journal_is_written_while_training_until_the_push(collector: Start, tmp_path: Path) -> None:
-    """From then on newer weights sample, which a run that goes on within the step does not have."""
-
+    """After the push newer weights sample, which a run that resumes within the step does not have."""
     held, rollouts = collector(selector=Selector(), max_staleness=1)
     held.journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 0.0, pytest.fail)
 

@@ -40,7 +40,7 @@ def test_journal_is_not_written_without_a_checkpoint_before_the_step(place: Path
     journal, _ = new_journal(place)
     journal.write(4, SELECTOR, lambda: TREES)
     journal.write(5, SELECTOR, lambda: pytest.fail("there is no checkpoint of step 5"), now=True)
-    assert journal.read(4) is not None, "a run that is killed now goes on from there"
+    assert journal.read(4) is not None, "a run that is killed now resumes from there"
     (place.parent / "checkpoints" / "step_5").mkdir(parents=True)  # as a run that was asked to end leaves it
     for step in (0, 5, 8):
         journal.write(step, SELECTOR, lambda: TREES)

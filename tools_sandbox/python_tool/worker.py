@@ -67,7 +67,7 @@ def run_init(isolation: Isolation, limits: WorkerLimits, *, folder: str, uid: in
 
 
 def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends) -> None:
-    """Raise the walls, wait for the request behind them, and run its code. Does not return."""
+    """Raise the walls, wait inside for the request, and run its code. Does not return."""
     code = 1
     try:
         try:
