@@ -1,6 +1,6 @@
 """The loop of supervised training, the cold start before ARPO.
 
-Every rank runs this file (`torchrun -m arpo_megatron.sft RUN_DIR`).
+The launcher runs `python -m arpo_megatron.sft RUN_DIR` on every trainer rank.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The ARPO training loop. Read `train` from top to bottom: it is the algorithm.
 
-Every rank runs this file (`torchrun -m arpo_megatron.train RUN_DIR`). Rank 0 alone talks to the rollout process and the
-engines; on other ranks `trees` is empty, and `make_batches` hands every rank the same batches.
+The launcher runs `python -m arpo_megatron.train RUN_DIR` on every trainer rank. Rank 0 alone talks to the rollout
+process and the engines; on other ranks `trees` is empty, and `make_batches` hands every rank the same batches.
 """
 
 import sys

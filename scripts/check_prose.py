@@ -22,7 +22,7 @@ PHRASES: dict[str, str] = {
     r"\bso many\b": "say 'N' or 'as many'",
     r"\bunder way\b": "say 'in flight' or 'running'",
     r"\bgo(es|ing)? on\b(?! (a|the) )|\bwent on\b|\bgone on\b": "say 'continue' or 'resume'",
-    r"\btold\b|\btells\b": "say 'log', 'report', 'receive' or 'show'",
+    r"\btold\b|\btells?\b": "say 'log', 'report', 'receive' or 'show'",
     r"\bhears\b|\bheard\b": "say 'receive'",
     r"\bmend(s|ed|ing)?\b": "say 'fix'",
     r"\bbeside\b": "say 'next to', 'besides' or 'in addition to'",
@@ -35,7 +35,7 @@ PHRASES: dict[str, str] = {
     r"\bone of one's own\b": "say 'your own'",
     r"\bas ever\b": "say 'as before'",
 }
-OPENERS = ("Of ", "As ", "Likewise", "Whoever", "What is ", "What was ")
+OPENERS = ("Of ", "As ", "Likewise", "Whoever", "What ")
 """First words that leave the first line of a docstring without a verb or a noun."""
 
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".sh", ".toml")

@@ -34,9 +34,8 @@ this page from `arpo_megatron/config/`.
 
 
 def render() -> str:
-    """The whole page."""
-    parts = [HEAD, *_section(JobConfig, "")]
-    return "\n".join(parts) + "\n"
+    """Return docs/configuration.md: the introduction and a table of keys per section of the config."""
+    return "\n".join([HEAD, *_section(JobConfig, "")]) + "\n"
 
 
 def render_profile(page: str) -> str:
@@ -71,7 +70,7 @@ def _presets() -> list[str]:
         found = load(ExtensionPoint.PRESET, name)
         values = {key.removeprefix("algorithm."): value for key, value in found.values.items()}
         usual = {"selector": "epochs", "replay": None}
-        named = [f"{part} `{values[part]}`" for part in components if values[part] != usual.get(part, "")]
+        named = [f"{key} `{values[key]}`" for key in components if values[key] != usual.get(key, "")]
         plain = {"shared_advantage": "soft", "loss_aggregation": "token-mean", "drop_groups_without_signal": False}
         others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in components and plain.get(k, "") != v]
         rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")
@@ -106,8 +105,7 @@ def _components() -> list[str]:
 
 def _attributes(owner: type) -> dict[str, str]:
     """Attribute docstrings of a class in its source: name -> text."""
-    section = (owner.__doc__ or "").partition("Attributes:")[2]
-    found = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE))
+    found: dict[str, str] = {}
     try:
         (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(owner))).body
     except (OSError, TypeError, SyntaxError):
@@ -150,11 +148,12 @@ def _type(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind))
     if isinstance(kind, types.UnionType) or get_origin(kind) is types.UnionType:
-        return " or ".join(_type(part) for part in get_args(kind))
+        return " or ".join(_type(member) for member in get_args(kind))
     if kind is type(None):
         return "none"
     if get_origin(kind) in (tuple, dict):
-        return "list of " + _type(get_args(kind)[0]) if get_origin(kind) is tuple else "mapping of names to numbers"
+        item = get_args(kind)[0 if get_origin(kind) is tuple else 1]
+        return f"{'list of' if get_origin(kind) is tuple else 'mapping of names to'} {_type(item)}"
     return str(getattr(kind, "__name__", kind)).lower()
 
 

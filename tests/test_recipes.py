@@ -21,7 +21,7 @@ def value(job: JobConfig, key: str) -> object:
     return found
 
 
-def test_every_recipe_of_the_project_is_there() -> None:
+def test_all_recipes_of_the_project_are_listed() -> None:
     wanted = "quickstart sft_7b reasoning_3b reasoning_7b reasoning_8b deepsearch_8b deepsearch_14b deepsearch_32b"
     assert {*wanted.split(), "moe_30b_a3b"} <= set(resolve.recipe_names())
     assert not [name for name in resolve.recipe_names() if name.startswith("_")]

@@ -47,14 +47,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "a_reward_of_others", raising=False)
 
 
-def test_every_own_part_can_be_loaded() -> None:
+def test_every_builtin_component_loads() -> None:
     for point, parts in BUILTIN.items():
         for name in parts:
             assert load(point, name) is not None
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_adds_a_part_by_an_entry_point() -> None:
+def test_entry_point_adds_component() -> None:
     assert "half" in names(ExtensionPoint.REWARD)
     assert make(ExtensionPoint.REWARD, "half", {"tool_bonus": 2, "another": 1}).tool_bonus == 2.0
 
@@ -68,7 +68,7 @@ def test_a_package_adds_a_part_by_an_entry_point() -> None:
         ("gone", ["cannot be imported from a_reward_of_others:Gone"]),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
+def test_unloadable_component_is_one_line(name: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         load(ExtensionPoint.REWARD, name)
     text = str(caught.value)
@@ -76,7 +76,7 @@ def test_what_cannot_be_loaded_is_one_line(name: str, parts: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() -> None:
+def test_plugin_policy_without_forks_uses_group_size() -> None:
     words = ["algorithm.branching=apart", "algorithm.group_size=4", "algorithm.initial_rollouts=8", "reward.kind=half"]
     config = resolve("quickstart", overrides=words)
     assert initial_trajectories(config.algorithm) == 4
@@ -87,7 +87,7 @@ def test_a_policy_of_others_that_never_forks_is_checked_and_planned_as_such() ->
         resolve("quickstart", overrides=["algorithm.branching=random", *words[1:]])
 
 
-def test_numbers_belong_to_a_part_and_have_its_types() -> None:
+def test_params_belong_to_component_and_are_typed() -> None:
     check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonus": 1})
     with pytest.raises(UserError, match=r"tool_bonsu.*did you mean tool_bonus"):
         check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonsu": 1})

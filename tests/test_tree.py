@@ -102,13 +102,13 @@ def test_unique_tokens_never_exceed_flat_tokens(tree: RolloutTree) -> None:
 
 
 @given(trees())
-def test_every_segment_lies_on_a_path_to_a_leaf(tree: RolloutTree) -> None:
+def test_segments_lie_on_a_path_to_a_leaf(tree: RolloutTree) -> None:
     leaves = tree.leaves()
     assert set().union(*(tree.path(leaf) for leaf in leaves)) == set(range(len(tree.segments)))
     assert all(segment.parent < index for index, segment in enumerate(tree.segments))
 
 
-def test_a_lone_prompt_is_a_leaf() -> None:
+def test_lone_prompt_is_a_leaf() -> None:
     tree = RolloutTree("task", [1, 2])
     assert tree.leaves() == [0]
     assert tree.unique_tokens == tree.flat_tokens == 2
@@ -131,7 +131,7 @@ def test_a_lone_prompt_is_a_leaf() -> None:
         (0, Role.MODEL, {"routes": [[[0, 1], [-1, -1]], [[1, 2], [3, 4]]]}, "all of its routes -1"),
     ],
 )
-def test_a_segment_that_does_not_fit_is_refused(parent: int, role: Role, fields: dict, message: str) -> None:
+def test_segment_that_does_not_fit_is_refused(parent: int, role: Role, fields: dict, message: str) -> None:
     tree = RolloutTree("task", [1])
     with pytest.raises(ValueError, match=message):
         tree.add(parent, role, [2, 3], **fields)

@@ -166,7 +166,7 @@ class Actor:
         return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
     def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
-        """Return `logprobs` of each minibatch's packs under the reference policy; None if no reference is kept.
+        """Return `logprobs` of each batch's packs under the reference policy; None if no reference is kept.
 
         Call it once per step, before the first update: each call swaps the weights between host and device. Expert
         routes of the packs are ignored; the reference policy routes by itself.
@@ -192,12 +192,12 @@ class Actor:
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> UpdateStats:
-        """Take one optimizer step on a minibatch; each pack is a micro-batch.
+        """Take one optimizer step on a batch; each pack is a micro-batch.
 
         The step is skipped if a loss or the gradient is not finite.
 
         Args:
-            packs: the whole minibatch; credits are normalised over it.
+            packs: the whole batch; credits are normalised over it.
             old_logprobs: float32[m] per pack from `logprobs` before the step's first update; None if the current
                 policy is the old one.
             loss: meaning of the credits (see `algorithms.credit.Loss`).
@@ -225,7 +225,7 @@ class Actor:
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Tensor]:
-        """Compute the gradient of a minibatch into every parameter's `main_grad`: the first half of `update`.
+        """Compute the gradient of a batch into every parameter's `main_grad`: the first half of `update`.
 
         Returns:
             One row of statistics per pack of this rank; empty before the last pipeline stage.
@@ -357,7 +357,7 @@ class Actor:
     def _policy(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
         if not isinstance(self._loss, TokenLoss):
-            raise ValueError(f"algorithm.loss={self.config.algorithm.loss} is one of whole minibatches: update(linear)")
+            raise ValueError(f"algorithm.loss={self.config.algorithm.loss} is one of whole batches: update(linear)")
         loss, stats = policy_loss(
             self._loss,
             logprobs,

@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
 def _forward(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, *, allreduce_dgrad: bool, sequence_parallel: bool, group: Any
 ) -> Tensor:
-    """What Megatron's linear_with_grad_accumulation_and_async_allreduce does, collectives included."""
+    """Apply a linear layer like linear_with_grad_accumulation_and_async_allreduce of Megatron, collectives included."""
     if sequence_parallel:
         inputs = tensor_parallel.gather_from_sequence_parallel_region(inputs, group=group)
     elif allreduce_dgrad:

@@ -1,4 +1,4 @@
-"""Losses of a pack: weighted sums over its target tokens, so that packs add up to the minibatch's loss."""
+"""Losses of a pack: weighted sums over its target tokens, so that packs add up to the batch's loss."""
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def linear_loss(
     config: AlgorithmConfig | None = None,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """Compute -sum(coefficient * logprob), for supervised training and for losses of whole minibatches.
+    """Compute -sum(coefficient * logprob), for supervised training and for losses of whole batches.
 
     Args:
         logprobs: float[m] in nats.

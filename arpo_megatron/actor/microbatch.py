@@ -58,7 +58,7 @@ class MicroBatches:
     """Make the micro-batches of one pass and hold the keys and values that packs hand down; a context manager.
 
     Args:
-        packs: the whole minibatch; packs of other data-parallel ranks are never made.
+        packs: the whole batch; packs of other data-parallel ranks are never made.
         old_logprobs: float32[m] per pack, or None.
         shard: this rank's share of every pack.
         reference_logprobs: float32[m] per pack, or None.

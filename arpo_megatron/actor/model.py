@@ -226,7 +226,7 @@ def transformer_config(
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=initialize,
-        # The loss arrives normalised over the whole minibatch: gradients are summed over micro-batches and
+        # The loss arrives normalised over the whole batch: gradients are summed over micro-batches and
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
         **recompute[parallel.recompute],

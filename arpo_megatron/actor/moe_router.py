@@ -2,7 +2,7 @@
 
 In the load of experts and in the balancing loss (global-batch balance, arXiv 2501.11873, as Qwen3 was trained), a token
 that m trajectories share counts m times and padding counts 0 times. For a layer with E experts, tokens t of all packs
-of a minibatch, multiplicities m_t with sum M, and router softmax p_te,
+of a batch, multiplicities m_t with sum M, and router softmax p_te,
 
     loss = coefficient * sum_t m_t / M * E * sum_e load_e * p_te
 
@@ -157,7 +157,7 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
 
 
 def begin_pass(chunks: Sequence[nn.Module], logical_tokens: float) -> None:
-    """Reset the counts before the packs of a minibatch run.
+    """Reset the counts before the packs of a batch run.
 
     Args:
         chunks: this rank's model.

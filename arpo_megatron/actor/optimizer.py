@@ -144,7 +144,7 @@ def clip_and_step(optimizer: Any, clip_grad: float, *, finite: bool = True) -> t
     """Clip by the global norm and step. If anything is not finite on any rank, change nothing.
 
     Args:
-        optimizer: has accumulated the gradient of a whole minibatch.
+        optimizer: has accumulated the gradient of a whole batch.
         clip_grad: largest norm.
         finite: this rank's losses were finite.
 

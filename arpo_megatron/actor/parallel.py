@@ -1,7 +1,7 @@
 """Process groups of the trainer: gloo on a CPU, NCCL on CUDA, with the groups of Megatron's parallel state.
 
-Ranks come from the environment variables of torchrun, which srun jobs set too. Without them the process is a world of
-one rank. Call `initialize` before building anything of Megatron.
+Ranks come from the environment variables RANK, WORLD_SIZE, ..., which every launcher sets. Without them the process is
+a world of one rank. Call `initialize` before building anything of Megatron.
 """
 
 import logging

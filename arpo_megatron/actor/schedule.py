@@ -111,7 +111,7 @@ def run_pipeline(
         loss, keep = finish(batch, output)
         if loss is None:  # with experts Megatron reads the loss's device, in forward-only passes too
             loss = torch.zeros((), device=batch.targets.device)
-        # The schedule's token count is not used: credits are normalised over the minibatch.
+        # The schedule's token count is not used: credits are normalised over the batch.
         return loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep
 
     iterators = [map(make, indices) for _ in chunks]

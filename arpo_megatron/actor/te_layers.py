@@ -7,7 +7,7 @@ float32 on CUDA uses Megatron's own layers. TE computes float32 products in TF32
 serves to compare numbers.
 
 Flat packs use FlexAttention too. TE's fused attention would need the keys of inherited ancestors as separate sequences,
-and a minibatch of trees and sequences would use different kernels for old log-probs and for training.
+and a batch of trees and sequences would use different kernels for old log-probs and for training.
 
 Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
 

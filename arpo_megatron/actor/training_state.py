@@ -39,7 +39,7 @@ class Snapshot:
     directory: Path
     """Destination; exists and is empty."""
     plan: Any
-    """What this rank writes."""
+    """Plan of the shards that this rank writes."""
     planner: MCoreSavePlanner
     """Resolves the plan to tensors."""
     writer: FileSystemWriter

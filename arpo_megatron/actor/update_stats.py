@@ -72,7 +72,7 @@ class UpdateStats:
     """Statistics of one optimizer update. Means are over target tokens; a shared token counts once."""
 
     loss: float
-    """Loss of the whole minibatch."""
+    """Loss of the whole batch."""
     loss_policy: float
     """Policy (or supervised) part of the loss."""
     loss_kl: float
@@ -110,7 +110,7 @@ class UpdateStats:
     skipped: bool
     """Loss or gradient was not finite, so weights and optimizer state are unchanged; the schedule advances."""
     masked_share: float | None = None
-    """Share of the minibatch's weighted advantages, by absolute value, that the loss masked (`ipa`, `hispo`,
+    """Share of the batch's weighted advantages, by absolute value, that the loss masked (`ipa`, `hispo`,
     `clip_cov`); None for losses without a mask."""
     weights_limited: float | None = None
     """Share of trajectories whose importance weight reached `algorithm.trajectory_weight_limit`, in [0, 1]; None

@@ -3,10 +3,10 @@
 A step uses them in this order:
 
     AdvantageEstimator    rewards of the leaves of all trees of a step -> A[leaf] or A[leaf, segment]
-    TokenScaling          optional part of an estimator: log-probs and entropies of a minibatch -> a factor per token
+    TokenScaling          optional part of an estimator: log-probs and entropies of a batch -> a factor per token
     tree_credits          A and the trajectory weights w -> positive, negative and weight of each token (credit.py)
     TokenLoss             in the training pass: ratio and entropy of a token -> the factors of positive and negative
-    or BatchLoss          before the pass, on the controller: the whole minibatch -> a coefficient of each log-prob
+    or BatchLoss          before the pass, on the controller: the whole batch -> a coefficient of each log-prob
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One minibatch as the controller knows it before the update; each field has one entry per tree.
+    """One batch as the controller knows it before the update; each field has one entry per tree.
 
     Token arrays are float64[tokens] in segment-index order, in nats. They are NaN outside MODEL segments and where a
     sampling log-prob is unknown.
@@ -147,7 +147,7 @@ class TokenLoss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MinibatchValue:
-    """The value of a loss of a whole minibatch, and its gradient as a coefficient of each token's log-prob."""
+    """The value of a loss of a whole batch, and its gradient as a coefficient of each token's log-prob."""
 
     loss: float
     credits: list[TreeCredit]
@@ -159,7 +159,7 @@ class MinibatchValue:
 
 @runtime_checkable
 class BatchLoss(Protocol):
-    """A loss that is linear in the log-probs once the minibatch is known as a whole, its ratios for example.
+    """A loss that is linear in the log-probs once the batch is known as a whole, its ratios for example.
 
     A loss whose ratios refer to the policies that sampled declares `corrects_for_sampling = True` (a ClassVar). It may
     then train old trajectories without `algorithm.trajectory_weight_limit`. Implementations are pure.

@@ -50,10 +50,10 @@ def tree_credits(
     trajectory_weights: Sequence[ArrayLike] | None = None,
     token_factors: Sequence[ArrayLike] | None = None,
 ) -> list[TreeCredit]:
-    """Compute the credit of every token of one minibatch.
+    """Compute the credit of every token of one batch.
 
     Args:
-        trees: all trees of the minibatch; the weights w_i are global over them.
+        trees: all trees of the batch; the weights w_i are global over them.
         advantages: for each tree float[leaves], in the order of `tree.leaves()`, or float[leaves, segments].
         aggregation: "token-mean": w_i = 1 / (model tokens of all trajectories, flattened). "sequence-mean": w_i = 1 /
             (trajectories * model tokens of trajectory i).

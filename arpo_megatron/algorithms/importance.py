@@ -26,7 +26,7 @@ def trajectory_weights(trees: Sequence[RolloutTree], log_ratios: Sequence[ArrayL
     They correct for trajectories that an older version, or the engine's arithmetic, has sampled.
 
     Args:
-        trees: the trees of one minibatch.
+        trees: the trees of one batch.
         log_ratios: for each tree float[tokens] in segment-index order, the log-prob under the policy of the step minus
             the one at which the token was sampled, in nats; NaN (unknown) counts as 0.
         limit: largest weight.

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A method."""
+    """A published method by name: the components and config values that make it."""
 
     about: str
     """One sentence, with the paper."""
@@ -88,7 +88,7 @@ REINFORCE_PLUS_PLUS_BASELINE = preset(
 )
 RLOO = preset(
     "Baseline: the mean of the other trajectories (arXiv 2402.14740). Token-mean equals its sum over a trajectory's "
-    "tokens up to a constant of the minibatch.",
+    "tokens up to a constant of the batch.",
     advantage="rloo",
 )
 LOOP = preset(
@@ -174,7 +174,8 @@ HISPO = preset(
     params={"hispo_sequence": 0.05, "hispo_token": 1.0},
 )
 HAPO = preset(
-    "Bounds and advantages that depend on each token's entropy, the group's mean over tokens (arXiv 2509.16591).",
+    "Bounds and advantages that depend on each token's entropy, the group's mean over tokens (arXiv 2509.16591). By "
+    "the authors' code; equation numbers come from public notes, not from the paper.",
     advantage="token_group",
     loss="hapo",
     clip_low=0.2,
@@ -244,7 +245,7 @@ EPO = preset(
     params={"epo_weight": 0.001, "epo_smoothing": 0.1, "epo_low": 0.5, "epo_high": 1.5, "epo_decay": 1.0},
 )
 EAPO = preset(
-    "GSPO with a reward that is discounted per round (IterResearch, arXiv 2511.07327).",
+    f"GSPO with a reward that is discounted per round (IterResearch, arXiv 2511.07327). {EXPERIMENTAL}",
     loss="gspo",
     clip_low=3e-4,
     clip_high=4e-4,

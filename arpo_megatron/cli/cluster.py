@@ -45,7 +45,7 @@ def submit(
     chain: Chain = 1,
     force: Force = False,
     dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="Print the batch script and the node layout, then stop.")
+        bool, typer.Option("--dry-run", help="Print the batch script and the node layout, then stop.")
     ] = False,
 ) -> None:
     """Train a recipe on a Slurm cluster, in one allocation for tool service, engines and trainer.
@@ -55,7 +55,7 @@ def submit(
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.ssh import run_on_login_node
 
-    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dryrun": dryrun}
+    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dry-run": dryrun}
     run_on_login_node(cluster, "submit", recipe, *(overrides or ()), **options)
     profile = load_profile(cluster)
     job = _resolved(recipe, profile, nodes or profile.nodes, overrides or (), config)

@@ -149,7 +149,7 @@ def trees(
     run_dir: RunDir,
     step: Annotated[int | None, typer.Option(help="Step of the trees; default: the last stored one.")] = None,
     count: Annotated[
-        int, typer.Option(min=0, help="Number of trees to draw below the list, the most telling first.")
+        int, typer.Option(min=0, help="Number of trees to draw below the list, most informative first.")
     ] = 1,
     tree: Annotated[int | None, typer.Option(min=0, help="Draw only the tree with this number in the list.")] = None,
     svg: Annotated[

@@ -30,7 +30,7 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
     Args:
         run: run with stored trees.
         step: step of the trees; None for the newest.
-        tree: number of the tree to draw, as listed; None to draw `count` trees, the most telling first.
+        tree: number of the tree to draw, as listed; None to draw `count` trees, most informative first.
         count: number of trees to draw; 0 only lists.
         svg: file for the drawing.
 

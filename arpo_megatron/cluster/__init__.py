@@ -1,6 +1,6 @@
 """Jobs on a Slurm cluster: submission, and the supervisor that starts every process as a step of the allocation.
 
-Imports `launch`, `plan` and the layers below; only `cli` and `bench` may import it.
+May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only `cli` and `bench` may import it.
 
 | module | content |
 | --- | --- |

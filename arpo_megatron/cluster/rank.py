@@ -1,7 +1,7 @@
 """`python -m arpo_megatron.cluster.rank MODULE ARGUMENTS...`: a trainer rank that Slurm has started.
 
-Slurm starts one task per rank instead of torchrun. Signals reach the rank itself, and the first rank that fails ends
-the step (srun --kill-on-bad-exit). torchrun's variables are set from Slurm's.
+Slurm is the launcher: it starts one task per rank. Signals reach the rank itself, and the first rank that fails ends
+the step (srun --kill-on-bad-exit). The variables that torch reads are set from Slurm's.
 """
 
 import os
@@ -14,7 +14,7 @@ RANKS_PER_NODE = "ARPO_RANKS_PER_NODE"
 
 
 def main() -> None:
-    """Set torchrun's variables and run the module like `python -m`."""
+    """Set the variables that torch reads and run the module like `python -m`."""
     os.environ |= {name: os.environ[source] for name, source in FROM_SLURM.items()}
     os.environ["LOCAL_WORLD_SIZE"] = os.environ[RANKS_PER_NODE]
     sys.argv = sys.argv[1:]

@@ -55,7 +55,7 @@ class AlgorithmConfig:
     shared_advantage: Literal["soft", "hard"] = "soft"
     """Advantage of a shared token: each leaf's own (`soft`) or the mean over the leaves below (`hard`)."""
     loss_aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
-    """Weight of a token. `token-mean`: 1 / model tokens of the minibatch. `sequence-mean`: 1 / (trajectories * tokens
+    """Weight of a token. `token-mean`: 1 / model tokens of the batch. `sequence-mean`: 1 / (trajectories * tokens
     of its trajectory)."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below 1 - clip_low."""

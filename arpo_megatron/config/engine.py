@@ -9,7 +9,7 @@ from arpo_megatron.config.fields import STRICT, Fraction, NonNegative, Positive,
 
 @dataclass(frozen=True, config=STRICT)
 class EngineConfig:
-    """The SGLang servers."""
+    """The SGLang servers that sample: their number, placement, memory, quantization, time limits and restarts."""
 
     replicas: Positive = 1
     """Number of engines, each with a copy of the model. A tree stays on one engine."""

@@ -30,7 +30,7 @@ class RolloutConfig:
     """0: a step trains the trees that it began. n: twice a step's trees are in flight, also while the trainer trains,
     and a tree is trained at most n policy versions after the one that began it."""
     across_push: Literal["keep", "drain"] = "keep"
-    """What a weight push does to trees in flight. `keep`: they continue with the new weights. `drain`: they are
+    """Treatment of trees in flight at a weight push. `keep`: they continue with the new weights. `drain`: they are
     finished first."""
     stale: Literal["wait", "drop"] = "wait"
     """Handling of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`: the step

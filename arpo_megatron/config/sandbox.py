@@ -9,7 +9,7 @@ from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 
 @dataclass(frozen=True, config=STRICT)
 class SandboxConfig:
-    """The tool service."""
+    """The tool service: limits, isolation and sessions of python calls, and the size of search results."""
 
     python_timeout_s: PositiveFloat = 10.0
     """Wall time of one python call in seconds."""

@@ -35,7 +35,7 @@ def check_job(config: "JobConfig") -> None:
     if config.algorithm.minibatches > config.train.tasks_per_step:
         raise ValueError(
             f"algorithm.minibatches={config.algorithm.minibatches} exceeds train.tasks_per_step="
-            f"{config.train.tasks_per_step}: a minibatch holds at least one task"
+            f"{config.train.tasks_per_step}: a batch holds at least one task"
         )
     _check_fp8(config)
     if config.engine.deterministic and config.engine.attention_backend == "flashinfer":

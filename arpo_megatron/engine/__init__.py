@@ -1,4 +1,5 @@
 """Everything that knows SGLang: starting servers, requests to them, weight pushes, and the code inside a server.
 
-It may import `hardware`, `config`, `utils`, `tree` and `errors`; no other package imports SGLang.
+It may import `hardware`, `config`, `utils`, `tree`, `errors` and `tools_sandbox.utils`; no other package imports
+SGLang.
 """

@@ -22,7 +22,7 @@ restarted the engine, and a push empties its cache."""
 
 @dataclass(slots=True)
 class EngineState:
-    """What a client knows about one engine."""
+    """State of one engine as a client knows it."""
 
     url: str
     """http://host:port."""

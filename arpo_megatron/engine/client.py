@@ -3,7 +3,7 @@
 Failed requests are retried. Sampling again is harmless, because no token of a lost answer was used.
 
 Requests with the same routing key go to one engine (`affinity`), so a tree's prefixes are in the cache that its
-siblings meet. A failing engine is left alone for a while, and its trees use another one meanwhile. SGLang's router
+siblings use. A failing engine is left alone for a while, and its trees use another one meanwhile. SGLang's router
 knows nothing about weights: requests that it sends to an engine with old weights bypass it until the next push.
 """
 
@@ -125,7 +125,7 @@ class EngineClient:
         self._gate.set()
 
     def cache_id(self, key: str) -> CacheId:
-        """Return the cache that a request with this routing key would meet now."""
+        """Return the cache that a request with this routing key would hit now."""
         engine = self._pick(key)
         return engine.url, engine.failures, self.pushes
 

@@ -317,7 +317,7 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str
         environment["TORCH_COMPILE_DISABLE"] = "1"
     # Half of the cores for the schedulers, which decode; the rest for servers, detokenizers and the trainer.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * replicas))))
-    # If the launcher is a torchrun rank, its rendezvous is not the engine's.
+    # If this process is a trainer rank, its rendezvous is not the engine's.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return environment

@@ -21,7 +21,7 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A test set."""
+    """A published test set: its file, how its rows are read, and the metric that grades an answer."""
 
     name: str
     """Name on the command line and in records, and the stem of the file."""

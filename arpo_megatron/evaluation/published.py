@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A published row."""
+    """Scores of one model and method on a suite, as the authors report them."""
 
     model: str
     """Base model."""

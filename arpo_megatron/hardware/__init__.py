@@ -1,4 +1,4 @@
 """The machine: GPU specs, placement of ranks and engines, environment variables, and CPU-specific calls.
 
-Imports `config`, `registry`, `utils` and `errors` only.
+May import `config` and `errors` only.
 """

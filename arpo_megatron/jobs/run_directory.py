@@ -236,7 +236,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def start_model(config: JobConfig, run: RunDirectory, phase: Phase) -> Path:
-    """Return the Hugging Face directory that a phase starts from; every other code asks here."""
+    """Return the Hugging Face directory that a phase starts from; this is the only place that decides this."""
     if phase == "train" and config.sft.steps:
         return run.sft_model
     return config.model.path or run.initial_model

@@ -62,7 +62,7 @@ class ServiceHealth:
 
 
 class HealthPage:
-    """A small web server in a thread.
+    """Serve the health of all processes as HTML and as JSON, on 127.0.0.1, from a thread.
 
     Args:
         address: JSON file that gets the page's URL.
@@ -89,7 +89,7 @@ class HealthPage:
         write_json(address, {"url": f"http://127.0.0.1:{self._server.server_port}", "pid": os.getpid()})
 
     def close(self) -> None:
-        """Stop serving."""
+        """Remove the address file and stop the web server."""
         self._address.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()

@@ -61,7 +61,7 @@ class SupervisedProcess:
 
     @property
     def log(self) -> Path:
-        """File of its output."""
+        """Log file that receives the stdout and stderr of the process."""
         return self.spec.log
 
     def poll(self) -> int | None:

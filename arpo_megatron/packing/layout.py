@@ -104,7 +104,7 @@ def lay_out(index: int, tree: RolloutTree, credit: TreeCredit) -> TreePack:
     """Lay a whole tree out as one pack.
 
     Args:
-        index: index of the tree in its minibatch.
+        index: index of the tree in its batch.
         tree: segments may be empty; the first token of the tree may not be a MODEL token.
         credit: credit of this tree.
 
@@ -254,7 +254,7 @@ def cut_pack(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inheri
     Args:
         layout: pack of a whole tree.
         spans: consecutive spans from 0 to the end of the tree.
-        first_pack: index of the first of these packs among all packs of the minibatch.
+        first_pack: index of the first of these packs among all packs of the batch.
         inherit: take the ancestors' keys and values from the packs that computed them; False computes them again.
     """
     starts = np.array([start for start, _ in spans])

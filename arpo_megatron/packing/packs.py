@@ -1,4 +1,4 @@
-"""Packs of a minibatch: rollout trees grouped or cut to the token budget and divided among data-parallel ranks.
+"""Packs of a batch: rollout trees grouped or cut to the token budget and divided among data-parallel ranks.
 
 Trees that fit the budget are packed whole, several per pack; the system prompt they share is computed once per pack. A
 larger tree is cut into stretches of its depth-first order. A stretch attends outside itself only to the ancestors of
@@ -38,10 +38,10 @@ def pack_trees(
     share_prompt: bool = True,
     cost: CostModel = TYPICAL_COST,
 ) -> list[TreePack]:
-    """Pack one minibatch; the packs of a data-parallel rank come in the order in which it computes them.
+    """Pack one batch; the packs of a data-parallel rank come in the order in which it computes them.
 
     Args:
-        trees: trees of one minibatch.
+        trees: trees of one batch.
         credits: one per tree.
         token_budget: largest number of tokens in a pack.
         ranks: number of data-parallel ranks.
@@ -134,7 +134,7 @@ def split_by_tree(
     Args:
         packs: packs of these trees.
         values: float[m] per pack.
-        trees: trees of the minibatch.
+        trees: trees of the batch.
     """
     found = [np.full(tree.unique_tokens, np.nan) for tree in trees]
     for pack, own in zip(packs, values, strict=True):
@@ -146,7 +146,7 @@ def split_by_tree(
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """Result of packing a minibatch, in tokens unless noted."""
+    """Result of packing a batch, in tokens unless noted."""
 
     packs: int
     """Number of packs."""
@@ -186,7 +186,7 @@ def report_packs(
 
     Args:
         packs: packs of these trees.
-        trees: trees of a minibatch.
+        trees: trees of a batch.
         ranks: number of data-parallel ranks.
         in_flight: packs alive at once, the depth of the pipeline.
         in_step: all ranks take part in every pass.

@@ -1,4 +1,4 @@
-"""What trees share while they grow: engine, tools, tokenizer, policy, limits."""
+"""Objects that trees share while they grow: engine, tools, tokenizer, policy, limits."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class RolloutLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What the trees of a step share."""
+    """Objects and limits that the trees of a step share."""
 
     engine: EngineClient
     tools: ToolClient

@@ -273,7 +273,7 @@ class TreePool:
         try:
             try:
                 await asyncio.shield(common)
-            finally:  # the first tree's group bears the costs
+            finally:  # costs are counted in the first tree's group
                 group.prefills.add(_taken(costs))
             tree.result = await tree.grower.grow()
         except TREE_FAILURES as error:

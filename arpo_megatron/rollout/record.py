@@ -1,4 +1,4 @@
-"""What a tree has sampled so far, kept so that another process can continue it.
+"""Record of everything a tree has sampled so far, kept so that another process can continue it.
 
 Every answer of engine and tools becomes an entry as soon as it arrives. A tree is a function of its prompt, its
 settings and these answers (see `grower`). So growing it again, with the entries answering first, leads to the same

@@ -28,7 +28,7 @@ class SharedPrefixes:
 
     Args:
         prefill: puts a prefix into the cache.
-        cache_id: returns the cache that a request of the tree would meet now.
+        cache_id: returns the cache that a request of the tree would hit now.
     """
 
     def __init__(self, prefill: Prefill, cache_id: Callable[[], CacheId]) -> None:

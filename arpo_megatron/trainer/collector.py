@@ -6,7 +6,7 @@ are in flight, also while the trainer trains. They continue across weight pushes
 tree. A tree that began with version v is trained by the update of version v + max_staleness at the latest: the step
 waits for it, or (`rollout.stale=drop`) continues without it and drops it when it finishes.
 
-Every tree that is left out is counted by reason, stored with that reason, and replaced by another task's.
+Every tree left out is counted by reason and stored with it; all but surplus trees are replaced.
 """
 
 from collections import Counter
@@ -69,13 +69,13 @@ class StepInProgress:
     kept: list[ScoredTree] = field(default_factory=list)
     """Trees that the step will train."""
     scored: list[ScoredTree] = field(default_factory=list)
-    """Finished trees that the selector does not know yet; it learns of them when the step is complete."""
+    """Finished trees that the selector has not recorded yet; it records them when the step is complete."""
     left_out: list[ScoredTree] = field(default_factory=list)
     """Trees that the step does not train; `dropped` says why."""
     stats: list[RolloutStats] = field(default_factory=list)
     """Cost of each collection."""
     selector_before: dict[str, Any] | None = None
-    """State of the selector before it learned of the step's trees; None until the step is complete."""
+    """State of the selector before it recorded the step's trees; None until the step is complete."""
     pushed: bool = False
     """The next policy is at the engines. What trees sample from now on is not for this step's journal."""
 
@@ -174,7 +174,7 @@ class TreeCollector:
         self.restored = [(by_id[tree.task_id], tree) for tree in trees]
 
     def replay_snapshot(self) -> Callable[[], bytes] | None:
-        """Return the replay buffer as it goes with `unfinished`: without the trees of a step in progress."""
+        """Return the replay buffer that matches `unfinished`."""
         if self.replay is None:
             return None
         return self.replay.snapshot() if self.current is None else self.current.replay_before
@@ -262,9 +262,9 @@ class TreeCollector:
         return fit
 
     def _complete(self, current: StepInProgress) -> list[ScoredTree]:
-        """End the collection; the selector learns of the step's trees."""
+        """End the collection; the selector records the step's trees."""
         if self.config.rollout.max_staleness == 0 and self.in_flight:
-            # Before the selector learns of any tree: a stop can arrive here, while the scorer waits for a judge.
+            # Before any tree is passed to the selector: a stop can arrive here, while the scorer waits for a judge.
             report = self.rollouts.stop_trees(StopTrees(GROUP))
             spare = self._score(report, current, failed_because="oversampled")
             current.left_out += [replace(item, dropped="oversampled") for item in spare]
@@ -292,7 +292,7 @@ def collect_request(rollout: RolloutConfig, group: str, count: int, version: int
 
 
 def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
-    """Return both lists in their order, evenly mixed, so that every minibatch of a step has its share of each."""
+    """Return both lists in their order, evenly mixed, so that every batch of a step has its share of each."""
     places = [((number + 0.5) / len(items), item) for items in (own, added) for number, item in enumerate(items)]
     return [item for _, item in sorted(places, key=lambda each: each[0])]
 

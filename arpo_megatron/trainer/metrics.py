@@ -78,7 +78,7 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
 def reward_metrics(scored: Sequence[ScoredTree], success_threshold: float) -> dict[str, float]:
     """Return the mean reward and the shares of successes and kept formats; NaN if there is no sampled trajectory.
 
-    Replayed trajectories are left out: they tell how an older policy did.
+    Replayed trajectories are left out: they measure an older policy.
     """
     own = [(item, slice(len(item.rewards) - item.replayed)) for item in scored]  # replayed ones come last
     rewards = np.concatenate([item.rewards[first] for item, first in own])

@@ -27,7 +27,8 @@ def push_with_retries(session: ActorSession, controller: Controller | None, vers
     engine is back.
 
     Returns:
-        The largest gap between trainer and engine log-probs of the probe, in nats; 0 on other ranks.
+        The largest gap between trainer and engine log-probs of the probe, in nats, the same on all ranks; 0 if the job
+        is asked to end.
 
     Raises:
         UserError: `PUSH_ATTEMPTS` in a row have failed.

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunState:
-    """What a checkpoint keeps as state.json, besides the actor's and the controller's files."""
+    """State of a run that a checkpoint keeps as state.json, besides the actor's and the controller's files."""
 
     step: int = 0
     """Finished steps; also the version of the policy."""
@@ -168,7 +168,7 @@ class TrainingRun:
         """
         if self.controller is not None:
             self.controller.write_journal()  # trees of later steps grow meanwhile
-        with self.phase("ratios"):  # a `BatchLoss` computes the packs once more, which is no part of an update
+        with self.phase("ratios"):  # a `BatchLoss` needs another pass over the packs, which is timed separately
             ready = finish_credit(
                 self.actor, batch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
             )

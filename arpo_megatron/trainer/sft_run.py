@@ -85,7 +85,7 @@ class Examples:
 
 @dataclass(slots=True)
 class SftState:
-    """What a checkpoint keeps as state.json, besides the actor's own files."""
+    """State of a supervised run that a checkpoint keeps as state.json, besides the actor's own files."""
 
     tokens: int = 0
     """Tokens that went through the model, shared ones once."""

@@ -1,4 +1,4 @@
 """Helpers that know no domain: atomic files, process groups, signals, rank entry point, readers, clients, text.
 
-May import `errors` only (and `tree` below it).
+May import `errors`.
 """

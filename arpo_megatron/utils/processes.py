@@ -23,7 +23,7 @@ GRACE_S = 5.0
 REAP_DEADLINE_S = 4.0
 """Longest time that a killed group may take to disappear."""
 JOB_PID = "ARPO_JOB_PID"
-"""Environment variable of a rank: the process of the job that started torchrun on this machine."""
+"""Environment variable of a rank: the process of the job that started the launcher on this machine."""
 
 
 class ProcessDiedError(Exception):

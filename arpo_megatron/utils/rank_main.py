@@ -55,7 +55,7 @@ def rank_main(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _die_with_job() -> None:
-    """Die with torchrun, and end here if the job died while this rank was started."""
+    """Die with the launcher, and end here if the job died while this rank was started."""
     die_with_parent()
     job = os.environ.get(JOB_PID)
     if job is not None and not Path(f"/proc/{job}").exists():
@@ -63,7 +63,7 @@ def _die_with_job() -> None:
 
 
 def log_failure(error: BaseException) -> None:
-    """Write the traceback to the log and to torchrun; further calls do nothing."""
+    """Write the traceback to the log and to the launcher; further calls do nothing."""
     if _logged:
         return
     _logged.append(error)

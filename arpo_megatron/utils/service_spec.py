@@ -10,7 +10,7 @@ from arpo_megatron.utils.processes import die_with_parent
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How to start a process of a job, and how to tell that it works."""
+    """Command and environment of a process of a job, and the probe that checks that it works."""
 
     name: str
     """Name in messages and on the health page."""

@@ -157,7 +157,7 @@ def flat_off_policy(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, list[float]]:
-    """Compute a minibatch's loss trajectory by trajectory when the old policy has other weights than the current one.
+    """Compute a batch's loss trajectory by trajectory when the old policy has other weights than the current one.
 
     Args:
         p: parameters of the current policy.

@@ -20,7 +20,7 @@ def literals(*values: str) -> tuple[object, ...]:
     return ("cuda", "torch.cuda.FloatTensor") if values else ("cuda", inner())
 
 
-def test_every_patch_is_applied_once_and_has_a_reason() -> None:
+def test_patches_are_applied_once_and_have_a_reason() -> None:
     targets = [patch.target for patch in cpu_platform.PATCHES]
     assert len(set(targets)) == len(targets)
     assert all(patch.reason for patch in cpu_platform.PATCHES)

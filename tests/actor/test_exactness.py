@@ -1,4 +1,4 @@
-"""Loss and every gradient of a tree minibatch are those of its flattened trajectories, in every parallel layout.
+"""Loss and every gradient of a tree batch are those of its flattened trajectories, in every parallel layout.
 
 The reference is plain torch in float64 over one trajectory at a time (reference.py); the layouts compute in float32.
 """

@@ -131,7 +131,7 @@ def test_statistics_of_packs_add_up():
 
 @pytest.mark.parametrize("ulps", [-1024, -4, -1, 1, 4, 1024])
 def test_kl_old_resolves_ratios_off_by_rounding(ulps: int) -> None:
-    """`agreement.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
+    """`consistency.check_on_policy` takes kl_old == 0 to mean that every ratio is exactly 1."""
     old = torch.full((5,), -0.75)
     new = old.clone()
     new[2] += ulps * 2.0**-24

@@ -62,7 +62,7 @@ def groups_of(trees: Sequence[RolloutTree], kind: str, rng: np.random.Generator)
 
 @dataclass(frozen=True)
 class Case:
-    """A minibatch with log-probs and entropies of all its tokens, and advantages by leaf or by segment."""
+    """A batch with log-probs and entropies of all its tokens, and advantages by leaf or by segment."""
 
     batch: Batch
     aggregation: str

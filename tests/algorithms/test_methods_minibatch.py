@@ -1,4 +1,4 @@
-"""Losses of whole minibatches with masks, entropies and chunks, against flattened float64 copies with autograd."""
+"""Losses of whole batches with masks, entropies and chunks, against flattened float64 copies with autograd."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
 @dataclass(frozen=True)
 class Copy:
-    """One trajectory of the flattened minibatch: tensors of its model tokens."""
+    """One trajectory of the flattened batch: tensors of its model tokens."""
 
     number: int
     row: int

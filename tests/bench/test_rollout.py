@@ -26,7 +26,7 @@ from arpo_megatron.tree import Role, RolloutTree
 
 
 @pytest.mark.slow_campaign
-def test_every_schedule_finishes_all_trajectories_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "STEPS", 2)
     monkeypatch.setattr(rollout, "TASKS", 2)
     monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})

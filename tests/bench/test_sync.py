@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow_campaign
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_every_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
+def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
     figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
     assert figures["model_bytes"] >= 200e6
     for share in ("share_of_floor", "share_of_floor_verified"):

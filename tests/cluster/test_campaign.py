@@ -434,7 +434,7 @@ def test_remote_login_node_is_reached_over_ssh(box: Onebox, calm: Undisturbed, t
         where = {"ssh": f"{getpass.getuser()}@127.0.0.1:{server.port}", "identity": str(server.key)}
         profile = box.profile("elsewhere", **where, python=sys.executable, secrets={"TEST_SECRET": "env"})
         words = ["--cluster", profile, "--nodes", "2", "--config", str(config), f"run_dir={run}", *TINY, *calm.words]
-        assert "#SBATCH --nodes=2" in box.arpo("submit", "quickstart", "--dryrun", *words, **here)
+        assert "#SBATCH --nodes=2" in box.arpo("submit", "quickstart", "--dry-run", *words, **here)
         said = box.arpo("submit", "quickstart", *words, **here)
         assert f"arpo status over-ssh --cluster {profile}" in said
         found = re.search(r": job (\d+), run directory", said)

@@ -38,7 +38,7 @@ def test_dry_run_prints_script_and_layout_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_every_recipe_can_be_submitted() -> None:
+def test_recipes_can_be_submitted() -> None:
     for recipe in resolve.recipe_names():
         assert prepare_submission(resolve.resolve(recipe), profile(), nodes=None).layout.nodes >= 1
 

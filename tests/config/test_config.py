@@ -124,7 +124,7 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
             yield from ((prefix + field.name, value) for value in get_args(field.type))
 
 
-def test_every_documented_choice_can_be_an_override() -> None:
+def test_documented_choices_can_be_overrides() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, value in choices():
         if key in ("model.fp8", "engine.quantization"):

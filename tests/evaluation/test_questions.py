@@ -19,7 +19,7 @@ def first(files: Path, name: str) -> Question:
     return read(BENCHMARKS[name], path).questions[0]
 
 
-def test_the_paper_has_thirteen_benchmarks_in_two_suites() -> None:
+def test_paper_has_thirteen_benchmarks_in_two_suites() -> None:
     assert len(BENCHMARKS) == 13
     assert {name for names in SUITES.values() for name in names} == set(BENCHMARKS)
     assert all(each.licence and each.source for each in BENCHMARKS.values())

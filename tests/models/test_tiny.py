@@ -74,7 +74,7 @@ def test_unknown_characters_become_unk() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
-def test_every_id_has_a_text_and_the_vocabulary_divides_by_eight(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ids_have_a_text_and_vocabulary_divides_by_eight(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) % 8 == 0
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     assert None not in tokens

@@ -23,7 +23,7 @@ def numbered_credit(tree: RolloutTree, start: int) -> TreeCredit:
 
 
 def path_to(pack, position: int) -> list[int]:
-    """What a token attends to, itself included, by the mask's definition."""
+    """Return the tokens that a token attends to, itself included, by the mask's definition."""
     return [key for key in range(position + 1) if position < pack.subtree_end[key]]
 
 
@@ -62,7 +62,7 @@ def assert_packed(packs, forest):
     ranks=st.integers(1, 3),
     inherit=st.booleans(),
 )
-def test_every_model_token_of_every_tree_is_trained_once_with_its_credit(forest, budget, ranks, inherit):
+def test_model_tokens_of_all_trees_are_trained_once_with_their_credit(forest, budget, ranks, inherit):
     credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
     assert_packed(packs, forest)

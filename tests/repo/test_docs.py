@@ -40,7 +40,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert module.render_algorithms(ALGORITHMS) == ALGORITHMS, "run `make docs`"
 
 
-def test_every_metric_of_a_step_is_documented() -> None:
+def test_metrics_of_a_step_are_documented() -> None:
     """Names that only a run produces are compared by the end-to-end tests."""
     names = {field.name for field in dataclasses.fields(UpdateStats)} - {"skipped"}
     names |= {f"pack/{field.name}" for field in dataclasses.fields(PackReport)}

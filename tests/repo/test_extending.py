@@ -53,7 +53,7 @@ def installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(target))
 
 
-def test_the_signatures_on_the_page_are_those_of_the_protocols() -> None:
+def test_page_shows_signatures_of_protocols() -> None:
     (block,) = re.findall(r"```python protocols\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     modules = dict(re.findall(r"class (\w+)\(Protocol\):  # ([\w.]+)", block))
     for shown in ast.parse(block).body:
@@ -71,13 +71,13 @@ def test_the_signatures_on_the_page_are_those_of_the_protocols() -> None:
             assert [each.arg for each in method.args.args] == list(signature.parameters)
 
 
-def test_without_the_package_the_name_is_unknown() -> None:
+def test_preset_is_unknown_without_its_package() -> None:
     with pytest.raises(UserError, match="unknown preset 'median'"):
         resolve.resolve("quickstart", overrides=["algorithm.name=median"])
 
 
 @pytest.mark.usefixtures("installed", "one_rank")
-def test_an_installed_method_trains() -> None:
+def test_installed_method_trains() -> None:
     algorithm = resolve.resolve("quickstart", overrides=["algorithm.name=median", "algorithm.minibatches=2"]).algorithm
     assert (algorithm.branching, algorithm.advantage, algorithm.params) == ("arpo", "median", {"median_scale": 0.5})
     with pytest.raises(UserError, match="median_scale must be positive"):
@@ -107,7 +107,7 @@ def test_an_installed_method_trains() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_part_of_every_other_kind_works() -> None:
+def test_installed_component_of_each_other_kind_works() -> None:
     words = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
     words += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
     job = resolve.resolve(

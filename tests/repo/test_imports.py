@@ -27,6 +27,18 @@ for package in (arpo_megatron, tools_sandbox):
             except ImportError:
                 print(module.name)
 """
+WITHOUT_TORCH_AT_MODULE_LEVEL = """
+import importlib, pkgutil, sys
+for name in ("torch", "megatron", "sglang"):
+    sys.modules[name] = None  # importing it raises ImportError
+for package in "algorithms jobs packing plan rewards rollout tasks".split():
+    package = importlib.import_module(f"arpo_megatron.{package}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            print(module.name)
+"""
 NEEDS_AN_EXTRA = {"arpo_megatron.cli.nemo", "arpo_megatron.engine.server.entropy_kernel"}
 """Loaded by nemo-run, and by an engine on a GPU."""
 
@@ -40,6 +52,11 @@ def run(program: str) -> set[str]:
 
 def test_command_line_imports_no_torch() -> None:
     assert run(WITHOUT_TORCH) == set()
+
+
+def test_lower_packages_import_no_torch() -> None:
+    """Packages that the command line and the rollout process use import torch inside functions only."""
+    assert run(WITHOUT_TORCH_AT_MODULE_LEVEL) == set()
 
 
 def test_modules_import_without_extras() -> None:

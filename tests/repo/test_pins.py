@@ -37,7 +37,7 @@ def test_pyproject_has_the_doctors_pins() -> None:
     assert {str(part) for part in engine.specifier} == {f">={first}", f"<{below}"}
 
 
-def test_the_lock_file_has_the_doctors_pins() -> None:
+def test_lock_file_has_pins_of_doctor() -> None:
     """torch is left out: its build depends on the machine."""
     locked = pinned(re.findall(r"^[\w.-]+==\S+", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     assert {name: locked.get(name) for name in WANTED if name != "torch"} == {
@@ -45,7 +45,7 @@ def test_the_lock_file_has_the_doctors_pins() -> None:
     }
 
 
-def test_the_image_has_the_doctors_pins() -> None:
+def test_image_has_pins_of_doctor() -> None:
     """Other packages come with the project's requirements."""
     named, text = image(), (ROOT / "slurm/container/Dockerfile").read_text()
     assert {name: named.get(name) for name in WANTED if name != "transformers"} == {

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Rule = Callable[[str], str | int | bytes | Iterator[bytes]]
-"""What the user message is answered with: a reply, an HTTP status, or a body as it is, whole or by pieces."""
+"""Answer to the user message: a reply, an HTTP status, or a body as it is, whole or by pieces."""
 
 
 @dataclass

@@ -123,7 +123,7 @@ def test_last_box_is_read_with_balanced_braces(text: str, content: str | None) -
     assert last_boxed(text) == content
 
 
-def test_a_megabyte_of_tags_is_scanned_quickly() -> None:
+def test_megabyte_of_tags_is_scanned_quickly() -> None:
     assert not parse_response(THINK + PYTHON * 20_000 + answer("5")).reason
 
 
@@ -148,7 +148,7 @@ def test_demonstrations_with_mistakes_follow_the_format() -> None:
     assert sum(score.accuracy for score in scores) < 5
 
 
-def test_a_tree_is_scored_leaf_by_leaf_after_the_prompt() -> None:
+def test_tree_is_scored_leaf_by_leaf_after_the_prompt() -> None:
     tokenizer = generated_tokenizer()
 
     def encode(text: str) -> list[int]:

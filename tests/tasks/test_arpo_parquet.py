@@ -109,7 +109,7 @@ def test_released_training_set_is_read_completely() -> None:
 
 
 @real_data
-def test_a_tokenizer_trained_on_the_released_questions_bounds_prompts() -> None:
+def test_tokenizer_trained_on_the_released_questions_bounds_prompts() -> None:
     valid = DATA / "valid.parquet"
     tokenizer = train_bpe(read_texts(valid), 1024)
     assert len(read_parquet(valid, tokenizer=tokenizer, max_prompt_tokens=1536).tasks) == 180

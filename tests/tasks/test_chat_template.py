@@ -200,7 +200,7 @@ def test_last_character_of_several_tokens_is_trained_completely() -> None:
         )
 
 
-def test_a_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
+def test_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
     tokenizer = make(LLAMA3)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # With GPT-2's splitting, two line breaks are one token at the end of a prompt, and two before a word.
@@ -284,7 +284,7 @@ def test_parquet_nulls_of_other_rows_fields_are_removed(tmp_path: Path) -> None:
     assert found == [[Role.PROMPT, Role.MODEL]] * 3
 
 
-def test_a_json_array_and_blank_lines_are_read(tmp_path: Path) -> None:
+def test_json_array_and_blank_lines_are_read(tmp_path: Path) -> None:
     row = {"messages": [said("user", "a"), said("assistant", "b")]}
     (tmp_path / "talks.json").write_text(json.dumps([row, row]))
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(row)}\n\n{json.dumps(row)}\n")
@@ -292,7 +292,7 @@ def test_a_json_array_and_blank_lines_are_read(tmp_path: Path) -> None:
         assert len(read_conversations(tmp_path / name, TOKENIZERS[CHATML], 1000).trees) == 2
 
 
-def test_a_token_beyond_the_embedding_is_a_bad_row(tmp_path: Path) -> None:
+def test_token_beyond_the_embedding_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
     rows = [{"messages": [said("user", "a"), said("assistant", "b")]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -86,7 +86,7 @@ def test_chances_are_probabilities_in_the_stated_proportions(share: float) -> No
         assert chances.skipped_hop * 0.20 == pytest.approx(chances.misspelt_name * 0.25)
 
 
-def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
+def test_probe_proportions_give_the_share_by_the_formula() -> None:
     chances = LookupMistakes(0.30, 0.20, 0.25, 0.20)
     by_kind = {
         QuestionKind.CALC: 1 - 0.7 * 0.8,
@@ -97,7 +97,7 @@ def test_the_probe_proportions_give_the_share_by_the_formula() -> None:
     assert chances.share == pytest.approx(expected)
 
 
-def test_every_kind_of_mistake_happens() -> None:
+def test_all_kinds_of_mistake_happen() -> None:
     trees = demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=0.6, seed=3)
     wrong_operator = misspelt = skipped = ignored = 0
     for task, tree in zip(MADE.train, trees, strict=True):

@@ -24,7 +24,7 @@ sizes = st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.inte
 
 
 @given(sizes, st.integers(0, 100), st.integers(1, 12))
-def test_every_epoch_holds_every_task_once(size: tuple[int, int], seed: int, batches: int) -> None:
+def test_epochs_hold_every_task_once(size: tuple[int, int], seed: int, batches: int) -> None:
     count, batch = size
     drawn = [one for group in ids(EpochSelector(tasks(count), seed), batch, batches) for one in group]
     for start in range(0, len(drawn) - count + 1, count):
@@ -34,14 +34,14 @@ def test_every_epoch_holds_every_task_once(size: tuple[int, int], seed: int, bat
 
 
 @given(sizes, st.integers(0, 100))
-def test_a_batch_never_holds_a_task_twice(size: tuple[int, int], seed: int) -> None:
+def test_batch_never_holds_a_task_twice(size: tuple[int, int], seed: int) -> None:
     count, batch = size
     for group in ids(EpochSelector(tasks(count), seed), batch, 10):
         assert len(set(group)) == batch
 
 
 @given(sizes, st.integers(0, 100), st.lists(st.integers(1, 12), max_size=3), st.integers(1, 8))
-def test_a_step_never_begins_a_task_twice_whatever_its_refills(
+def test_step_with_refills_never_begins_a_task_twice(
     size: tuple[int, int], seed: int, refills: list[int], steps: int
 ) -> None:
     """This holds for draws across the end of an epoch, and no task loses a turn."""

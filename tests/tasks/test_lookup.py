@@ -34,7 +34,7 @@ def test_held_out_names_and_operand_pairs_do_not_occur_in_training(seed: int) ->
 
 
 @given(seed=st.integers(0, 2**31))
-def test_every_truth_follows_from_the_question_and_the_facts(seed: int) -> None:
+def test_truths_follow_from_question_and_facts(seed: int) -> None:
     made = generate(seed, train=20, held_out=5)
     for task in (*made.train, *made.held_out):
         assert task.ground_truth == str(solve(question(task), made.facts))
@@ -43,7 +43,7 @@ def test_every_truth_follows_from_the_question_and_the_facts(seed: int) -> None:
     assert all(100 <= int(fact) <= 999 for fact in made.facts.values())
 
 
-def test_the_same_seed_makes_the_same_tasks_and_a_larger_number_only_appends() -> None:
+def test_tasks_depend_on_seed_and_larger_count_only_appends() -> None:
     small, large = generate(5, train=50, held_out=20), generate(5, train=80, held_out=20)
     assert small.train == large.train[:50]
     assert small.held_out == large.held_out
@@ -60,7 +60,7 @@ def test_ids_are_unique_and_the_mix_has_its_shares() -> None:
     assert shares == pytest.approx({"calc": 0.4, "lookup": 0.3, "two": 0.3}, abs=0.03)
 
 
-def test_the_corpus_holds_every_fact_once(tmp_path: Path) -> None:
+def test_corpus_holds_every_fact_once(tmp_path: Path) -> None:
     made = generate(1, train=30, held_out=10)
     made.write_corpus(tmp_path / "new" / "corpus.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "new" / "corpus.jsonl").read_text().splitlines()]

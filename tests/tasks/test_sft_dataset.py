@@ -113,7 +113,7 @@ def test_unusable_row_gives_a_reason(row: dict[str, object], reason: str) -> Non
         conversation_tree(row, ChatEncoder(tokenizer_with(CHATML)), 100)
 
 
-def test_a_template_that_rewrites_earlier_turns_makes_a_bad_row() -> None:
+def test_template_that_rewrites_earlier_turns_makes_a_bad_row() -> None:
     messages = [said("user", "a"), said("assistant", "hm</think>b"), said("user", "c"), said("assistant", "d")]
     with pytest.raises(ValueError, match="renders the turns before message"):
         conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(REWRITING)), 1000)
@@ -135,7 +135,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path, kind: str) -> None:
     assert [row.row for row in read.bad_rows] == ([1, 3, 4] if kind == "jsonl" else [1])
 
 
-def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+def test_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
     for logged, tokenizer in (("no such file", tokenizer_with(CHATML)), ("chat template", tokenizer_with(None))):
         with pytest.raises(UserError, match=logged):
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(1, 9), size=st.integers(1, 7), seed=st.integers(0, 99))
-def test_every_epoch_holds_every_conversation_once(count: int, size: int, seed: int) -> None:
+def test_epochs_hold_every_conversation_once(count: int, size: int, seed: int) -> None:
     drawn = [item for update in range(3 * count) for item in draw_batch(range(count), size, seed=seed, update=update)]
     for epoch in range(len(drawn) // count):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))

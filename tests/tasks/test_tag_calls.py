@@ -78,7 +78,7 @@ def test_any_text_has_a_defined_outcome(text: str, stop: str) -> None:
 
 
 @given(st.text(), st.sampled_from(STOP_STRINGS), st.integers(1, 8))
-def test_a_cut_within_a_stop_string_is_noticed(text: str, stop: str, length: int) -> None:
+def test_cut_within_a_stop_string_is_noticed(text: str, stop: str, length: int) -> None:
     assert ends_inside_stop(text + stop[:length])
     assert find_stop(text + stop) is not None
 
@@ -91,7 +91,7 @@ def test_complete_stop_string_is_not_a_cut_one() -> None:
 
 
 @given(st.text(max_size=200), st.integers(len(encode(result_text(""))), 120))
-def test_a_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None:
+def test_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None:
     ids = result_tokens(text, encode=encode, decode=decode, max_tokens=limit)
     whole = encode(result_text(text))
     assert len(ids) <= max(limit, 0)
@@ -108,7 +108,7 @@ def test_half_a_character_of_a_page_is_replaced() -> None:
     assert decode(ids) == result_text("nice \ufffd cut")
 
 
-def test_a_limit_below_the_tags_is_an_error() -> None:
+def test_limit_below_the_tags_is_an_error() -> None:
     with pytest.raises(ValueError, match="max_tool_tokens=5"):
         result_tokens("x" * 50, encode=encode, decode=decode, max_tokens=5)
 

@@ -38,7 +38,7 @@ def by_hand(task: Task, facts: Mapping[str, str]) -> int:
 
 
 @given(seed=st.integers(0, 2**31))
-def test_every_truth_follows_from_the_pages(seed: int) -> None:
+def test_truths_follow_from_pages(seed: int) -> None:
     made = generate(seed, train=20, held_out=5)
     assert all(task.ground_truth == str(by_hand(task, made.facts)) for task in (*made.train, *made.held_out))
 
@@ -66,7 +66,7 @@ def test_levels_are_equally_frequent_and_named_in_the_id() -> None:
     assert all(level_of(task.id) == Trail.parse(question_text(task)).hops for task in MADE.train)
 
 
-def test_the_seed_decides_and_a_larger_number_only_appends() -> None:
+def test_trails_depend_on_seed_and_larger_count_only_appends() -> None:
     small, large = generate(5, train=50, held_out=20), generate(5, train=80, held_out=20)
     assert (small.train, small.held_out) == (large.train[:50], large.held_out)
     assert generate(6, train=50, held_out=20).train != small.train

@@ -144,7 +144,7 @@ def test_invalid_web_address_is_refused_with_reason(url: str, message: str) -> N
     assert message in result.text
 
 
-def test_every_redirect_is_checked(site: Site) -> None:
+def test_redirects_are_checked(site: Site) -> None:
     site.requested.clear()
     result = browse(site.url("/to/inside"))
     assert "refused" in result.text

@@ -81,7 +81,7 @@ def test_library_frames_are_left_out_of_traceback(client: SandboxClient) -> None
     assert answer.text.endswith("line 1 column 2 (char 1)")
 
 
-def test_every_call_starts_with_fresh_state(client: SandboxClient) -> None:
+def test_calls_start_with_fresh_state(client: SandboxClient) -> None:
     client.call("python", {"code": "import builtins, math\nbuiltins.left = 1; math.pi = 3; open('left', 'w').close()"})
     answer = client.call(
         "python", {"code": "import builtins, math, os\nhasattr(builtins, 'left'), math.pi, os.listdir()"}

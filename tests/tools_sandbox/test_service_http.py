@@ -194,7 +194,7 @@ def test_deadline_bounds_waiting_and_running(narrow: Any) -> None:
     assert executions(narrow) - before == 1  # only the blocker was executed
 
 
-def test_every_attempt_carries_remaining_deadline() -> None:
+def test_attempts_carry_remaining_deadline() -> None:
     deadlines = list[float]()
 
     class Full(BaseHTTPRequestHandler):  # a service that is always full

@@ -146,7 +146,7 @@ def test_forged_state_harms_only_its_session(session: tuple[RunCode, Any]) -> No
     assert run("6 * 7").text == "42"
 
 
-def test_every_kept_state_can_be_loaded(session: tuple[RunCode, Any]) -> None:
+def test_kept_states_can_be_loaded(session: tuple[RunCode, Any]) -> None:
     run, _ = session
     for _ in range(5):  # two processes reach the end: the state is that of the call's first process
         assert "as it was" not in run("import os; n = 5; child = os.fork(); 1", keep="k/1").text

@@ -167,7 +167,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_every_tensor_is_found_in_the_engine(engine: EngineHandle, tmp_path: Path) -> None:
+def test_all_tensors_are_found_in_the_engine(engine: EngineHandle, tmp_path: Path) -> None:
     """Fused ones, and the tied head's; the checksums are those of other code over the file's tensors."""
     from arpo_megatron.weights.export import hf_tensors
 

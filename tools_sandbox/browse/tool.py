@@ -30,7 +30,7 @@ class BrowseArguments(BaseModel):
 
 
 class BrowseTool(Tool):
-    """The browse tool."""
+    """Fetch a page that the address policy and robots.txt allow, and return its text or a summary of it."""
 
     name = "browse"
     description = "Read a web page and return its text."

@@ -71,7 +71,7 @@ class McpServer:
                 connected.cancel()
 
     async def stop(self) -> None:
-        """Stop the server."""
+        """Disconnect from the server, which ends its process."""
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

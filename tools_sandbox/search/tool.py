@@ -95,11 +95,11 @@ class SearchTool(Tool):
         return WebEngine(config.web)
 
     async def start(self) -> None:
-        """Start the engine."""
+        """Open the connections of the search engine, before the first call."""
         await self._engine.start()
 
     async def stop(self) -> None:
-        """Stop the engine."""
+        """Close the connections of the search engine, after the last call."""
         await self._engine.stop()
 
     async def run(self, arguments: SearchArguments, timeout_s: float) -> ToolResult:

@@ -1,1 +1,4 @@
-"""Advantage estimators, one per file. Their names are in `registry.BUILTIN`."""
+"""Advantage estimators, one per file; `registry.BUILTIN` lists their names.
+
+May import `tree`, and `base`, `credit`, `turns` and `types` of `algorithms`; no torch at module level.
+"""

@@ -16,7 +16,7 @@ class EntropyAware:
     """A_it = A_i * (1 + entropy_advantage * (H_t - mean(H)) / std(H)) (AEPO, arXiv 2510.14545, section 3.3).
 
     A_i is the advantage of `group` and H_t the entropy of token t under the policy of the step. Mean and standard
-    deviation run over the model tokens of all trajectories of the minibatch, a shared token once per trajectory. The
+    deviation run over the model tokens of all trajectories of the batch, a shared token once per trajectory. The
     released code computes H only with an entropy bonus, which its scripts do not set, so this factor is inactive there.
     """
 

@@ -15,9 +15,9 @@ from arpo_megatron.algorithms.types import Floats
 class TokenGroup:
     """A_i = (r_i - mean) / (std + 1e-6), both over the model tokens of the group.
 
-    HAPO's Token Level Group Average (arXiv 2509.16591v2; eq. 9 by public notes on it). Trajectory i counts |o_i| times
-    and a shared token once per trajectory, so the advantages of a group's tokens sum to 0; the std is biased. If an
-    advantage reaches `token_group_limit` in size, the group gets the advantages of `group` instead. Both follow the
+    HAPO's Token Level Group Average (arXiv 2509.16591v2; eq. 9 according to public notes). Trajectory i counts |o_i|
+    times and a shared token once per trajectory, so the advantages of a group's tokens sum to 0; the std is biased. If
+    an advantage reaches `token_group_limit` in size, the group gets the advantages of `group` instead. Both follow the
     authors' code (`compute_hapo_outcome_advantage`).
     """
 

@@ -1,4 +1,7 @@
-"""Branch policies, one small pure file each. Their names are in `registry.BUILTIN`."""
+"""Branch policies, one small pure file each; `registry.BUILTIN` lists their names.
+
+May import `registry`, `config`, `tree` and `errors`, but no other part of `algorithms`.
+"""
 
 from arpo_megatron.algorithms.branching.arpo import ArpoPolicy
 from arpo_megatron.algorithms.branching.arpo_reference import ArpoReferencePolicy

@@ -1,1 +1,4 @@
-"""Policy losses, one per file. Their names are in `registry.BUILTIN`."""
+"""Policy losses, one per file; `registry.BUILTIN` lists their names.
+
+May import `tree`, and `base`, `credit`, `importance`, `turns` and `types` of `algorithms`; no torch at module level.
+"""

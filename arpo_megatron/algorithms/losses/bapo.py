@@ -18,7 +18,7 @@ class Bapo:
     """Balanced policy optimization with adaptive clipping (BAPO, arXiv 2510.18927, eq. 8 and algorithm 1), by public
     code.
 
-    PPO-clip with bounds of the ratio that are chosen for each minibatch. With P = sum_t pos_t min(r_t, high) and N =
+    PPO-clip with bounds of the ratio that are chosen for each batch. With P = sum_t pos_t min(r_t, high) and N =
     sum_t |neg_t| max(r_t, low), first low rises from `low_start`, then high from `high_start`, each by its step and at
     most to its end, until P / (P + N) is at least `positive_share`. Ranges and share are the paper's according to the
     README of the authors' code (github.com/WooooDyy/BAPO). Order and step widths are those of the code and its

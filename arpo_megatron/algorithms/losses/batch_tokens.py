@@ -1,4 +1,4 @@
-"""The tokens of a whole minibatch as columns, for losses that need all of them at once."""
+"""The tokens of a whole batch as columns, for losses that need all of them at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from arpo_megatron.algorithms.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """All tokens of a minibatch, tree after tree, in segment-index order: float64[tokens] each."""
+    """All tokens of a batch, tree after tree, in segment-index order: float64[tokens] each."""
 
     shapes: Sequence[TreeShape]
     """The shapes of the trees."""
@@ -33,7 +33,7 @@ class BatchTokens:
 
     @classmethod
     def of(cls, batch: Batch, advantages: Sequence[Floats] | None = None) -> Self:
-        """Collect the tokens of a minibatch; `advantages` replace those of the minibatch."""
+        """Collect the tokens of a batch; `advantages` replace those of the batch."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         credits = [
             shape.token_credit(own, weights)
@@ -95,7 +95,7 @@ def ratio_statistics(loss: float, ratios: Sequence[Floats], clipped_low: int, cl
     ratios.
 
     Args:
-        loss: value of the loss of the minibatch.
+        loss: value of the loss of the batch.
         ratios: float64[n] per tree, of its trajectories or tokens.
         clipped_low: number of ratios without gradient because of the lower bound.
         clipped_high: number of ratios without gradient because of the upper bound.

@@ -19,9 +19,10 @@ class ClipCov:
     Candidates are the tokens of all trajectories that PPO does not clip and whose covariance (A - mean A) * (logp -
     mean logp) lies between `covariance_low` and `covariance_high`. Of these, `covariance_share` of all tokens (at least
     one) are drawn and get neither value nor gradient. This follows SPEAR's released code
-    (`compute_policy_loss_clip_cov`; eq. 18 to 21 of version 4 by public notes), which takes it from arXiv 2505.22617,
-    eq. 10 and 11; here the means are over the minibatch. A shared token stands for each of its trajectories, so single
-    copies of it may be drawn. The draw is a function of the tasks and the step.
+    (`compute_policy_loss_clip_cov`), which takes it from arXiv 2505.22617. The equation numbers (18 to 21 of version 4;
+    10 and 11 there) come from public notes and were not checked in the papers. Here the means are over the batch. A
+    shared token stands for each of its trajectories, so single copies of it may be drawn. The draw is a function of the
+    tasks and the step.
     """
 
     clip_low: float

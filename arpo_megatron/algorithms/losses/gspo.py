@@ -1,7 +1,7 @@
 """Group sequence policy optimization on the tree: one ratio per trajectory.
 
 A sequence-level ratio needs the log-ratios of all tokens of a trajectory, and its gradient weighs each of them equally.
-With the ratios held constant (their gradient is a multiple of themselves) the loss of a minibatch is linear in the
+With the ratios held constant (their gradient is a multiple of themselves) the loss of a batch is linear in the
 log-probs of its tokens, so a shared token needs one coefficient: the sum over the trajectories that hold it. Sums of
 log-ratios run down the tree and sums of coefficients run up. Training is one backward pass of `-sum(coefficient *
 logprob)` in every layout, because the controller computes the coefficients from the log-probs of the packs.

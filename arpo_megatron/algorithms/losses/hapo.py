@@ -17,19 +17,19 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Hapo:
     """PPO-clip with bounds and an advantage factor per token (HAPO, arXiv 2509.16591), by the authors' code.
 
-    It implements Asymmetric Adaptive Clipping (eq. 12 and 13 of version 2 by public notes) and Differential Advantage
-    Redistribution (eq. 10 and 11). h_t in [-1, 1] (eq. 5 and 6) is log H_t minus its quantile `hapo_pivot` over the
-    minibatch, divided by the largest positive difference if it is positive, else by the size of the largest negative
-    one.
+    It implements Asymmetric Adaptive Clipping (eq. 12 and 13 of version 2) and Differential Advantage Redistribution
+    (eq. 10 and 11). h_t in [-1, 1] (eq. 5 and 6) is log H_t minus its quantile `hapo_pivot` over the batch, divided by
+    the largest positive difference if it is positive, else by the size of the largest negative one.
 
         upper bound   1 + clip_high * (1 + hapo_clip * h_t) if h_t > 0, else 1 + clip_high
         lower bound   1 - clip_low * (1 - hapo_clip * h_t) if h_t <= 0, else 1 - clip_low
         advantage     A * (1 + hapo_advantage * h_t) if h_t > 0 and the ratio is outside the inner half of its bounds,
                       or if h_t <= 0 and the ratio is inside; else A
 
-    H_t is the entropy under the policy of the step, over the whole minibatch and all copies of a shared token. The code
+    H_t is the entropy under the policy of the step, over the whole batch and all copies of a shared token. The code
     uses the policy in training and a micro-batch, so its loss depends on batching. The code also divides h by a
     standard deviation first, which cancels. Adaptive sampling temperature is not implemented.
+    The arithmetic follows the code; the equation numbers come from public notes and were not checked in the paper.
     """
 
     clip_low: float

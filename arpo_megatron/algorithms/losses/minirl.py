@@ -18,7 +18,7 @@ class MiniRl:
     1. The weight corrects for older weights and for the engine's arithmetic at once (eq. 5);
     `algorithm.trajectory_weight_limit` would correct a second time, so the preset does not set it. An unknown sampling
     log-prob counts as the old one. The paper sums over tokens; `loss_aggregation=token-mean` equals that up to a
-    constant of the minibatch.
+    constant of the batch.
     """
 
     corrects_for_sampling: ClassVar[bool] = True

@@ -9,8 +9,8 @@ from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 
 @dataclass(frozen=True, slots=True)
 class MixPpg:
-    """Mix-policy proximal policy gradient (ReMix, arXiv 2507.06892; formula from public notes on the paper).
-    Experimental: the formula comes from public notes on the paper.
+    """Mix-policy proximal policy gradient (ReMix, arXiv 2507.06892). Experimental: the formula comes from public notes
+    on the paper.
 
         L = -sum w_i min(r A, clip(r, d - clip_low, d + clip_high) A), r = new / sampling, d = old / sampling
 

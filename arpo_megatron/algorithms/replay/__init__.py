@@ -1,4 +1,7 @@
-"""Replay buffers: old trajectories that are trained again, one file per method."""
+"""Replay buffers: old trajectories that are trained again, one file per method.
+
+May import `rewards`, `tasks`, `registry`, `config` and `tree`.
+"""
 
 from arpo_megatron.algorithms.replay.base import ReplayBuffer
 from arpo_megatron.config import AlgorithmConfig

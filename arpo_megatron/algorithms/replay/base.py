@@ -35,7 +35,7 @@ class ReplayBuffer(Protocol):
     """
 
     def mix(self, item: ScoredTree, step: int) -> ScoredTree:
-        """Return a tree of the step as it is to be trained, and store what the buffer wants from it."""
+        """Return a tree of the step as it is to be trained, and store what the buffer needs from it."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return `replay/...` metrics of what was mixed since the last call."""

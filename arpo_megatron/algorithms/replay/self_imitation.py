@@ -27,7 +27,7 @@ class SelfImitation:
     groups' mean rewards (eq. 2 and 3; no division by a deviation). gamma warms up as imitation_weight * (1 - cos(pi * t
     / T)) / 2 with t at most T; as a factor of a positive advantage it weighs PPO's term (eq. 5). The equations come
     from public notes on the paper; filling, emptying and warm-up from its released code (`TrajectoryBufferBatch`,
-    `dp_actor.py`). The code averages the two parts separately; here their tokens have the weights of one minibatch. The
+    `dp_actor.py`). The code averages the two parts separately; here their tokens have the weights of one batch. The
     authors' ratio refers to the policy that sampled, clipped token by token; here it refers to the step's policy, and
     `algorithm.trajectory_weight_limit` weighs a trajectory by the rest.
     """

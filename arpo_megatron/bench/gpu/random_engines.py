@@ -40,7 +40,7 @@ _COPIED_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine variant."""
+    """Model, plug-in and quantization of an engine with random weights."""
 
     spec: ModelSpec
     entropy: bool = True

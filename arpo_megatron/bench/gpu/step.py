@@ -49,7 +49,7 @@ _METRICS = ("tokens_sampled", "unique_tokens", "forks", "prefill_over_unique", "
 
 @dataclass(frozen=True, slots=True)
 class StepBench:
-    """The job."""
+    """A short training job on synthetic tasks that measures whole steps; its sizes are the fields."""
 
     directory: Path
     """Directory of the model and the run."""

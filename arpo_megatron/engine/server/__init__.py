@@ -1,4 +1,5 @@
 """Code that runs inside an SGLang server: entry point, push gate, weight receiver, checksums, entropies, CPU stubs.
 
-Processes outside the server import only constants from here.
+May import SGLang, `engine.wire`, `hardware`, `utils` and `errors`; processes outside the server import only constants
+from here.
 """

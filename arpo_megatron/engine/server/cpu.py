@@ -1,4 +1,4 @@
-"""What SGLang's CPU server needs besides SGLang 0.5.18 itself.
+"""Patches and stubs that SGLang's CPU server needs besides SGLang 0.5.18 itself.
 
 - Stubs. `sgl_kernel` has no wheel that works without CUDA, and PyPI's `torchvision` is linked against CUDA and breaks
   `transformers` next to a CPU build of torch. SGLang imports names of both at module level. Each name is declared here

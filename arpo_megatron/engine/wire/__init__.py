@@ -1,4 +1,5 @@
-"""What both ends of a weight push agree on: HTTP paths, buckets of tensors, checksums.
+"""Protocol between both ends of a weight push: HTTP paths, buckets of tensors, checksums.
 
-The trainer's side imports it without SGLang, the engine's side without the trainer.
+The trainer's side imports it without SGLang, the engine's side without the trainer. May import no other package of the
+project.
 """

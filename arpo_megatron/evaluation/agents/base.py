@@ -1,4 +1,4 @@
-"""The protocol of agents."""
+"""Interface between an evaluation and its agents: questions in, responses delivered one by one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,4 @@
-"""Whether two mathematical answers are equal: by text and number if possible, else by math-verify in a worker."""
+"""Comparison of mathematical answers: by text and number if possible, else by math-verify in a worker process.
+
+May import no other package of the project.
+"""

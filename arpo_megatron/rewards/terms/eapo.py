@@ -14,6 +14,8 @@ class GeometricDiscount:
     EAPO (IterResearch, arXiv 2511.07327, eq. 3). T is the number of rounds: tool calls plus the answer. The paper
     rewards round t of T with discount^(T-t) * R; this is the reward of its first round, for the whole trajectory. (A
     reward per round would be an advantage estimator.)
+
+    Experimental: the formula comes from the paper's abstract and reviews, not from the paper or its authors' code.
     """
 
     needs_judge: ClassVar[bool] = False

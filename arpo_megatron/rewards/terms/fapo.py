@@ -16,6 +16,8 @@ class FlawedPositive:
     answer half-way between right and wrong. With rewards of 1 and 0 that is weight 0.5. The delay needs no schedule:
     normalised in its group such an answer beats wrong ones while they are the majority, and loses to sound ones once
     those are. If a verdict of a group is missing because the judge is down, the term is 0 for the whole group.
+
+    Experimental: the formula comes from the paper's abstract and reviews, not from the paper or its authors' code.
     """
 
     needs_judge: ClassVar[bool] = True

@@ -12,8 +12,8 @@ from arpo_megatron.rewards.base import ResponseGroup, Score
 class FadingToolBonus:
     """min(1, 0.1 * calls) * (1 + cos(pi * t / T)) / 2 in step t, and 0 from step T on.
 
-    SPEAR (arXiv 2509.22601v4, eq. 6 and 14 by public notes), as in its released code (retool/recipe/retool/reward.py,
-    `cosine`), where right answers earn 1 and wrong ones -1.
+    SPEAR (arXiv 2509.22601), as in its released code (retool/recipe/retool/reward.py, `cosine`), where right answers
+    earn 1 and wrong ones -1. Public notes give it as eq. 6 and 14 of version 4, which was not checked in the paper.
     """
 
     needs_judge: ClassVar[bool] = False

@@ -18,6 +18,8 @@ class ShareOfWins:
     SPO (self-play preference optimization, arXiv 2401.04056, algorithm 2). Every pair is asked about in both orders,
     because judges favour the first: G * (G - 1) questions per group. If a verdict of a group is missing because the
     judge is down, the term is 0 for the whole group.
+
+    Experimental: the formula comes from the paper's abstract and reviews, not from the paper or its authors' code.
     """
 
     needs_judge: ClassVar[bool] = True

@@ -1,1 +1,4 @@
-"""Task selectors, one file per method. Their names are in `registry.BUILTIN`."""
+"""Task selectors, one file per method; `registry.BUILTIN` lists their names.
+
+May import `tasks.base`, `registry`, `config` and `errors`.
+"""

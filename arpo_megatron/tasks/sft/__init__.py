@@ -1,1 +1,4 @@
-"""Conversations for supervised training: their rows, their tokens, and their order."""
+"""Conversations for supervised training: their rows, their tokens, and their order.
+
+May import `tasks.base`, `utils`, `tree` and `errors`.
+"""

@@ -1,1 +1,4 @@
-"""The tag protocol between model and tools, for sampling and for scoring."""
+"""The tag protocol between model and tools, for sampling and for scoring.
+
+May import `utils` only.
+"""
