@@ -61,7 +61,7 @@ class SharedPrefixes:
     async def wait_until_cached(self, node: Node, prefix: Int32Array) -> None:
         """Wait until the cache has what the path of a MODEL segment shares with others, from the root downwards.
 
-        The request for the segment must be sent at once: later it may meet another cache.
+        The request for the segment must be sent at once: later it may hit another cache.
 
         Args:
             node: the segment that will be sampled.
