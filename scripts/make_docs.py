@@ -70,7 +70,11 @@ def _presets() -> list[str]:
         found = load(ExtensionPoint.PRESET, name)
         values = {key.removeprefix("algorithm."): value for key, value in found.values.items()}
         usual = {"selector": "epochs", "replay": None}
-        named = [f"{key} `{values[key]}`" for key in components if values[key] != usual.get(key, "")]
+        named = [
+            f"{component} `{values[component]}`"
+            for component in components
+            if values[component] != usual.get(component, "")
+        ]
         plain = {"shared_advantage": "soft", "loss_aggregation": "token-mean", "drop_groups_without_signal": False}
         others = [f"`{k}={_plain(v)}`" for k, v in values.items() if k not in components and plain.get(k, "") != v]
         rows.append(f"| `{name}` | {found.about} | {', '.join(named)} | {', '.join(others)} |")

@@ -34,7 +34,7 @@ from arpo_megatron.utils.atomic import write_json
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _LOG_EVERY_S = 10.0
-# TIR: tool-integrated reasoning, the model calls tools because its prompt describes them.
+# TIR: tool-integrated reasoning.
 _METHODS = {Tools.NONE: "no tools", Tools.PROMPT: "TIR prompting", Tools.TRAINED: "trained"}
 Log = Callable[[str], None]
 
