@@ -28,7 +28,10 @@ hypothesis.settings.load_profile("same")
 
 
 ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
-LONGEST_FIRST = ("tests/e2e/", "tests/cluster/", "tests/rollout/", "tests/engine/", "tests/bench/", "tests/actor/")
+LONGEST_FIRST = (
+    *("tests/e2e/", "tests/cluster/test_on_slurm.py", "tests/rollout/", "tests/engine/", "tests/weights/"),
+    *("tests/tools_sandbox/test_load.py", "tests/tools_sandbox/test_attacks.py", "tests/actor/", "tests/evaluation/"),
+)
 CAMPAIGNS = ("slow_campaign", "slurm_campaign")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.jobs import AHEAD, ARPO, SHORT, check_kept, quickstart, rows_of, trained, unfinished
+from tests.e2e.jobs import AHEAD, ARPO, SHORT, check_kept, journal_of, quickstart, rows_of, trained, unfinished
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
@@ -21,7 +21,7 @@ TASKS = 4
 
 
 def test_run_survives_killed_services_up_to_the_limit_and_resumes(warm_run: Path) -> None:
-    command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, *AHEAD)
+    command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, *AHEAD, "rollout.journal_every_s=0.1")
     with (warm_run.parent / "screen").open("wb") as screen:
         with subprocess.Popen([*command, "engine.restarts=3"], stderr=screen) as job:
             wait_for_steps(warm_run, 1, job)
@@ -30,6 +30,7 @@ def test_run_survives_killed_services_up_to_the_limit_and_resumes(warm_run: Path
             kill(job.pid, "arpo_megatron.rollout.worker")
             shown = health_after(3, warm_run)
             wait_for_steps(warm_run, 2, job)
+            wait_for_samples(warm_run, 2, job)
             kill(job.pid, "arpo_megatron.engine.server.main")
             assert job.wait(240) == 1
         text = (warm_run.parent / "screen").read_text()
@@ -77,6 +78,13 @@ def test_colocated_engine_killed_while_its_memory_is_lent_stays_down_until_the_p
 
 def wait_for_steps(run: Path, count: int, job: "subprocess.Popen[bytes]") -> None:
     while len(rows_of(run / "metrics.jsonl")) < count:
+        assert job.poll() is None, "the job ended too early"
+        time.sleep(0.02)
+
+
+def wait_for_samples(run: Path, step: int, job: "subprocess.Popen[bytes]") -> None:
+    """Wait until the journal of the step after `step` has more than the prefills of its prompts."""
+    while (snapshot := journal_of(run, step)) is None or snapshot.entries < 8 * TASKS:
         assert job.poll() is None, "the job ended too early"
         time.sleep(0.02)
 

@@ -265,6 +265,7 @@ def test_missing_routes_are_an_error(engine: EngineHandle) -> None:
         asyncio.run(ask())
 
 
+@pytest.mark.slow_campaign
 def test_job_trains_with_the_routes_of_its_engine(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["train.steps=1", "train.tasks_per_step=4", "sft.steps=0", "evaluation.before=false"]

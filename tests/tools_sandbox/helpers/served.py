@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +11,32 @@ from contextlib import contextmanager
 from aiohttp import web
 
 
+def listen(*hosts: str) -> list[socket.socket]:
+    """Listen at one port on every host; retry if the first host's port is taken on another."""
+    for _ in range(20):
+        sockets = list[socket.socket]()
+        try:
+            for host in hosts:
+                port = sockets[0].getsockname()[1] if sockets else 0
+                sockets.append(socket.create_server((host, port)))
+            return sockets
+        except OSError:
+            for each in sockets:
+                each.close()
+    raise OSError(f"no port is free on all of {hosts}")
+
+
 @contextmanager
 def serving(app: web.Application, *hosts: str) -> Iterator[int]:
     """Serve on every host (default: 127.0.0.1) at one free port, and yield the port."""
-    ports, stop, loop = list[int](), asyncio.Event(), asyncio.new_event_loop()
-    ready = threading.Event()
+    stop, loop, ready = asyncio.Event(), asyncio.new_event_loop(), threading.Event()
+    sockets = listen(*(hosts or ("127.0.0.1",)))
 
     async def serve() -> None:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        for host in hosts or ("127.0.0.1",):
-            await web.TCPSite(runner, host, ports[0] if ports else 0).start()
-            ports.append(runner.addresses[0][1])
+        for each in sockets:
+            await web.SockSite(runner, each).start()
         ready.set()
         await stop.wait()
         await runner.cleanup()
@@ -30,7 +45,7 @@ def serving(app: web.Application, *hosts: str) -> Iterator[int]:
     thread.start()
     try:
         assert ready.wait(240)  # long only on a very busy machine
-        yield ports[0]
+        yield sockets[0].getsockname()[1]
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
