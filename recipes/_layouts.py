@@ -11,7 +11,7 @@ Variant = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RecipeLayout:
     """Trainer ranks, and engines that share their GPUs (with `split`: that have the same number of other GPUs)."""
 
     tensor: int = 1
@@ -67,7 +67,7 @@ class Layout:
         return replace(job, **changed)
 
 
-def variants(layouts: Mapping[str, Layout]) -> dict[str, Variant]:
+def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
     """Return layouts as variants: `1node`, `2nodes`, ... for nodes of eight H100 80 GB, others named by GPU."""
     return {name: layout.variant() for name, layout in layouts.items()}
 
@@ -80,7 +80,7 @@ FP8_ENGINE: Variant = {"engine.quantization": "fp8", "algorithm.trajectory_weigh
 heads."""
 
 
-def asynchronous(layout: Layout) -> Variant:
+def asynchronous(layout: RecipeLayout) -> Variant:
     """Return the layout with as many GPUs again for engines, and rollouts that overlap with training."""
     split = replace(layout, split=True, memory_fraction=0.85)
     return {**split.variant(), "rollout.max_staleness": 1, "algorithm.trajectory_weight_limit": 2.0}

@@ -10,14 +10,14 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),
-    "2nodes": Layout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
-    "4nodes": Layout(tensor=8, data=4, engine=8, memory_fraction=0.3),
-    "16nodes": Layout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
-    "h200": Layout(tensor=8, data=2, engine=4, memory_fraction=0.45),
+    "1node": RecipeLayout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),
+    "2nodes": RecipeLayout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
+    "4nodes": RecipeLayout(tensor=8, data=4, engine=8, memory_fraction=0.3),
+    "16nodes": RecipeLayout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
+    "h200": RecipeLayout(tensor=8, data=2, engine=4, memory_fraction=0.45),
 }
 VARIANTS: dict[str, Variant] = {
     **variants(LAYOUTS),

@@ -10,14 +10,14 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search as base
-from arpo_megatron.recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=4, data=2, engine=4, memory_fraction=0.45),
-    "2nodes": Layout(tensor=4, data=4, engine=4, memory_fraction=0.5),
-    "4nodes": Layout(tensor=4, data=8, engine=4, memory_fraction=0.5),
-    "16nodes": Layout(tensor=8, data=16, engine=8, memory_fraction=0.5),
-    "h200": Layout(tensor=2, data=4, engine=2, memory_fraction=0.55),
+    "1node": RecipeLayout(tensor=4, data=2, engine=4, memory_fraction=0.45),
+    "2nodes": RecipeLayout(tensor=4, data=4, engine=4, memory_fraction=0.5),
+    "4nodes": RecipeLayout(tensor=4, data=8, engine=4, memory_fraction=0.5),
+    "16nodes": RecipeLayout(tensor=8, data=16, engine=8, memory_fraction=0.5),
+    "h200": RecipeLayout(tensor=2, data=4, engine=2, memory_fraction=0.55),
 }
 VARIANTS: dict[str, Variant] = {
     **variants(LAYOUTS),

@@ -11,14 +11,14 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, Layout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=4, data=2, expert=8, engine=4, memory_fraction=0.4, offload=True),
-    "2nodes": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
-    "4nodes": Layout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
-    "16nodes": Layout(tensor=4, data=8, pipeline=4, expert=8, engine=4, memory_fraction=0.5),
-    "h200": Layout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
+    "1node": RecipeLayout(tensor=4, data=2, expert=8, engine=4, memory_fraction=0.4, offload=True),
+    "2nodes": RecipeLayout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
+    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
+    "16nodes": RecipeLayout(tensor=4, data=8, pipeline=4, expert=8, engine=4, memory_fraction=0.5),
+    "h200": RecipeLayout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
 }
 VARIANTS: dict[str, Variant] = {
     **variants(LAYOUTS),

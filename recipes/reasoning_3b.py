@@ -10,14 +10,14 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, Layout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": Layout(data=8, memory_fraction=0.5),
-    "2nodes": Layout(data=16, memory_fraction=0.5),
-    "4nodes": Layout(tensor=2, data=16, engine=4, memory_fraction=0.5),
-    "16nodes": Layout(tensor=2, data=16, pipeline=4, engine=4, memory_fraction=0.5),
-    "h200": Layout(data=8, memory_fraction=0.6),
+    "1node": RecipeLayout(data=8, memory_fraction=0.5),
+    "2nodes": RecipeLayout(data=16, memory_fraction=0.5),
+    "4nodes": RecipeLayout(tensor=2, data=16, engine=4, memory_fraction=0.5),
+    "16nodes": RecipeLayout(tensor=2, data=16, pipeline=4, engine=4, memory_fraction=0.5),
+    "h200": RecipeLayout(data=8, memory_fraction=0.6),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import sft as base
-from arpo_megatron.recipes._layouts import FP8, Layout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": Layout(tensor=2, data=4),
-    "2nodes": Layout(tensor=2, data=8),
-    "4nodes": Layout(tensor=2, data=16),
-    "16nodes": Layout(tensor=4, data=32),
-    "h200": Layout(data=8),
+    "1node": RecipeLayout(tensor=2, data=4),
+    "2nodes": RecipeLayout(tensor=2, data=8),
+    "4nodes": RecipeLayout(tensor=2, data=16),
+    "16nodes": RecipeLayout(tensor=4, data=32),
+    "h200": RecipeLayout(data=8),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 

@@ -55,7 +55,7 @@ def test_recipes_have_the_hyper_parameters_of_the_released_scripts(recipe: str) 
     )
 
 
-def test_cold_start_has_the_hyper_parameters_of_the_paper() -> None:
+def test_sft_has_the_hyper_parameters_of_the_paper() -> None:
     job = resolve.resolve("sft_7b")
     optimizer = job.sft.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_fraction) == (7e-6, "cosine", 0.1)

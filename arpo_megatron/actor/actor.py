@@ -22,11 +22,11 @@ from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatche
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clip_and_step, gradient_buffers
-from arpo_megatron.actor.parallel import device, gather_objects
+from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.reference import ReferencePolicy
-from arpo_megatron.actor.schedule import Finish, run_nested, run_pipeline
+from arpo_megatron.actor.schedule import Finish, pack_indices, run_nested, run_pipeline
 from arpo_megatron.actor.te_layers import Fp8
-from arpo_megatron.actor.training_state import Snapshot, load_training_state, snapshot
+from arpo_megatron.actor.training_state import TrainingSnapshot, load_training_state, snapshot
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
 from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.components import make_policy_loss
@@ -150,7 +150,7 @@ class Actor:
             return Scores([], [])
         ends = np.cumsum([len(pack.predictors) for pack in packs])
         whole = torch.zeros(2, int(ends[-1]), device=device())
-        mine = self._indices(packs)
+        mine = pack_indices(packs, self.config.parallel)
         outputs = self._run(
             packs,
             None,
@@ -162,7 +162,7 @@ class Actor:
         for index, (targets, values) in zip(mine, outputs, strict=False):  # padding micro-batches come last
             if index < len(packs):
                 whole[:, targets + int(ends[index]) - len(packs[index].predictors)] = values
-        logprobs, entropies = self._sum(whole).cpu().numpy()
+        logprobs, entropies = reduce_over_targets(whole).cpu().numpy()
         return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
     def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
@@ -263,12 +263,16 @@ class Actor:
         if rows is not None and self.config.parallel.context > 1:
             dist.all_reduce(rows, group=parallel_state.get_context_parallel_group())
         values = [] if rows is None else rows.tolist()
-        return {index: value for index, value in zip(self._indices(packs), values, strict=False) if index < len(packs)}
+        return {
+            index: value
+            for index, value in zip(pack_indices(packs, self.config.parallel), values, strict=False)
+            if index < len(packs)
+        }
 
-    def snapshot(self, directory: Path) -> Snapshot:
+    def snapshot(self, directory: Path) -> TrainingSnapshot:
         """Copy weights, optimizer, schedule and random generators to host memory, to be written to `directory`.
 
-        All ranks call it. The directory exists and is empty. `Snapshot.write` needs no other rank.
+        All ranks call it. The directory exists and is empty. `TrainingSnapshot.write` needs no other rank.
         """
         return snapshot(directory, self.chunks, self.optimizer, self.scheduler)
 
@@ -278,15 +282,6 @@ class Actor:
         Learning rates come from the config, not from the snapshot.
         """
         load_training_state(directory, self.chunks, self.optimizer, self.scheduler)
-
-    def _indices(self, packs: Sequence[TreePack]) -> list[int]:
-        """Indices of this rank's packs in order; larger indices are empty packs that keep the ranks in step."""
-        parallel = self.config.parallel
-        own = [i for i, pack in enumerate(packs) if pack.data_rank == parallel_state.get_data_parallel_rank()]
-        counts = [sum(pack.data_rank == rank for pack in packs) for rank in range(parallel.data)]
-        count = max(1, *counts) if parallel.expert > 1 else max(1, len(own))
-        count += -count % parallel.pipeline if parallel.virtual_pipeline > 1 else 0
-        return own + list(range(len(packs), len(packs) + count - len(own)))
 
     def _run(
         self,
@@ -300,7 +295,7 @@ class Actor:
         keep_load: bool = True,
     ) -> list[Any]:
         """Run this rank's passes and return the values that `finish` keeps, on the last pipeline stage."""
-        mine = self._indices(packs)
+        mine = pack_indices(packs, self.config.parallel)
         extra = sum(index >= len(packs) for index in mine)
         padded = [*packs, *[new_pack()] * extra]  # without tokens and loss
         nothing = [np.zeros(0, np.float32)] * extra
@@ -344,16 +339,6 @@ class Actor:
         rank, cost = parallel_state.get_context_parallel_rank(), CostModel.of(self.spec)
         return ContextShard(rank, parallel.context, self.config.pack_multiple, cost)
 
-    def _sum(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Combine over ranks that hold different targets; stages before the last one bring zeros."""
-        for group in (
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ):
-            if group.size() > 1:
-                dist.all_reduce(values, operation, group=group)
-        return values
-
     def _policy(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
         if not isinstance(self._loss, TokenLoss):
@@ -387,8 +372,8 @@ class Actor:
         rows = torch.stack(outputs) if outputs else torch.zeros(1, WIDTH, dtype=torch.float64, device=device())
         balance = self.expert_balance
         return UpdateStats.of(
-            self._sum(rows[:, :-1].sum(0)),
-            self._sum(rows[:, -1].max(), dist.ReduceOp.MAX),
+            reduce_over_targets(rows[:, :-1].sum(0)),
+            reduce_over_targets(rows[:, -1].max(), dist.ReduceOp.MAX),
             grad_norm=grad_norm,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             skipped=skipped,

@@ -33,7 +33,7 @@ CALL_COST_PAIRS = 6000
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """One call: the queries [start, stop) and the keys they need."""
 
     start: int
@@ -48,7 +48,7 @@ class Block:
 class AttentionPlan:
     """The calls for one pack, or for the queries of one context-parallel rank."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     """Blocks in ascending order, without overlap."""
     piece_sizes: tuple[int, ...]
     """Lengths of the pieces that keys and values are split into. Every span is a run of whole pieces."""
@@ -140,9 +140,9 @@ def plan_attention(subtree_end: NDArray[np.int32], spans: Sequence[Span] | None 
     return AttentionPlan(blocks, sizes, keys, tuple(torch.from_numpy(b.mask) for b in blocks))
 
 
-def _block(subtree_end: NDArray[np.int32], start: int, stop: int) -> Block:
+def _block(subtree_end: NDArray[np.int32], start: int, stop: int) -> AttentionBlock:
     above = np.flatnonzero(subtree_end[:start] > start)
     breaks = np.flatnonzero(np.diff(above) > 1) + 1
     runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(above, breaks) if len(run)]
     key, query = np.concatenate([above, np.arange(start, stop)]), np.arange(start, stop)[:, None]
-    return Block(start, stop, tuple(runs), (key <= query) & (query < subtree_end[key]))
+    return AttentionBlock(start, stop, tuple(runs), (key <= query) & (query < subtree_end[key]))

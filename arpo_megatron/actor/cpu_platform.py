@@ -4,7 +4,7 @@ megatron-core runs on gloo, but names CUDA where it means the device of this ran
 and its replacement. There are three kinds:
 
 - `Replace` gives an attribute another function. Only functions that always raise without CUDA are replaced.
-- `Preset` sets an attribute that a CUDA call would set later.
+- `PresetAttribute` sets an attribute that a CUDA call would set later.
 - `Retarget` exchanges string literals ("cuda", "torch.cuda.FloatTensor") in the code object of one function, in place,
   so modules that imported the function by name see the change. A missing literal is an error: the table does not fit
   the installed version.
@@ -48,7 +48,7 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class PresetAttribute:
     """Patch: `module:attribute`, None until its first use, becomes `value`, because of `reason`."""
 
     target: str
@@ -107,7 +107,7 @@ def _split_sizes_for_gloo(self: Any, point: str, tokens_per_expert: Any = None) 
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher."
 
-PATCHES: tuple[Replace | Preset | Retarget, ...] = (
+PATCHES: tuple[Replace | PresetAttribute | Retarget, ...] = (
     Replace("torch:cuda.current_device", lambda: _CPU, "named as the device of every new buffer"),
     Replace("torch:cuda.synchronize", lambda device=None: None, "CPU kernels are synchronous"),
     Replace(
@@ -123,7 +123,7 @@ PATCHES: tuple[Replace | Preset | Retarget, ...] = (
         lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
         "restores the generator by a private CUDA call (recomputation, tensor-parallel initialisation)",
     ),
-    Preset(_DISPATCHER + "cuda_dtoh_stream", "none", "would be a new CUDA stream, for copies to the host"),
+    PresetAttribute(_DISPATCHER + "cuda_dtoh_stream", "none", "would be a new CUDA stream, for copies to the host"),
     Replace(_DISPATCHER + "_maybe_dtoh_and_synchronize", _split_sizes_for_gloo, "copies to the host on that stream"),
     Retarget("megatron.core.utils:local_multi_tensor_l2_norm", _DEVICE, "returns the norm on the device"),
     Retarget("megatron.core.optimizer.clip_grads:get_grad_norm_fp32", _DEVICE, _STATE),

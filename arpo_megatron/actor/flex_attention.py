@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-BLOCK = 128
-"""Queries and keys per block. The kernel may divide it further."""
+from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_length
+
 COMPILED_LENGTHS = 256
 """Largest number of compiled kernels: one per pair of padded lengths, with and without gradient."""
 
@@ -53,13 +53,7 @@ class FlexPlan:
     @property
     def pairs(self) -> int:
         """Number of query-key pairs computed, masked pairs included."""
-        return (self.full_blocks + self.partial_blocks) * BLOCK**2
-
-
-def padded_length(length: int) -> int:
-    """Return the smallest of 128, 256, 384, 512, 768, 1024, 1536 ... (two per octave) that is at least `length`."""
-    step = max(BLOCK, 1 << max(0, (length - 1).bit_length() - 2))
-    return max(1, -(-length // step)) * step
+        return (self.full_blocks + self.partial_blocks) * ATTENTION_BLOCK**2
 
 
 def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -73,20 +67,20 @@ def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDA
         The full and the partial blocks, bool[query blocks, key blocks] of the padded lengths; all others are empty.
     """
     n, q = len(key_end), len(query_positions)
-    rows, columns = padded_length(q) // BLOCK, padded_length(n) // BLOCK
-    starts = np.arange(columns) * BLOCK
+    rows, columns = padded_length(q) // ATTENTION_BLOCK, padded_length(n) // ATTENTION_BLOCK
+    starts = np.arange(columns) * ATTENTION_BLOCK
     # Padding keys belong to no subtree; padding queries stand at -1, before every key.
-    end = np.zeros(columns * BLOCK, np.int64)
+    end = np.zeros(columns * ATTENTION_BLOCK, np.int64)
     end[:n] = key_end
-    last_end, first_end = end.reshape(columns, BLOCK).max(1), end.reshape(columns, BLOCK).min(1)
-    position = np.full(rows * BLOCK, -1, np.int64)
+    last_end, first_end = end.reshape(columns, ATTENTION_BLOCK).max(1), end.reshape(columns, ATTENTION_BLOCK).min(1)
+    position = np.full(rows * ATTENTION_BLOCK, -1, np.int64)
     position[:q] = query_positions
-    by_block = position.reshape(rows, BLOCK)
+    by_block = position.reshape(rows, ATTENTION_BLOCK)
     lowest, highest = by_block.min(1)[:, None], by_block.max(1)[:, None]
-    full = (starts + BLOCK - 1 <= lowest) & (highest < first_end)
+    full = (starts + ATTENTION_BLOCK - 1 <= lowest) & (highest < first_end)
     # The first query of each block that is not before the key block's start.
-    first = np.maximum(np.searchsorted(position[:q], starts)[None], np.arange(rows)[:, None] * BLOCK)
-    there = first < np.minimum(np.arange(1, rows + 1) * BLOCK, q)[:, None]
+    first = np.maximum(np.searchsorted(position[:q], starts)[None], np.arange(rows)[:, None] * ATTENTION_BLOCK)
+    there = first < np.minimum(np.arange(1, rows + 1) * ATTENTION_BLOCK, q)[:, None]
     some = there & (last_end > position[np.minimum(first, q - 1)])
     return full, some & ~full
 
@@ -110,7 +104,7 @@ def flex_plan(key_end: _Positions, query_positions: _Positions, device: torch.de
     if np.any(np.diff(query_positions) <= 0) or query_positions[0] < 0 or query_positions[-1] >= n:
         raise ValueError(f"query positions must ascend and lie among the {n} keys")
     full, partial = block_classes(key_end, query_positions)
-    lengths = (full.shape[0] * BLOCK, full.shape[1] * BLOCK)
+    lengths = (full.shape[0] * ATTENTION_BLOCK, full.shape[1] * ATTENTION_BLOCK)
     position = torch.full((lengths[0],), -1, dtype=torch.int32)
     position[:q] = torch.from_numpy(query_positions.astype(np.int32))
     end = torch.zeros(lengths[1], dtype=torch.int32)
@@ -119,7 +113,7 @@ def flex_plan(key_end: _Positions, query_positions: _Positions, device: torch.de
     mask = BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=ATTENTION_BLOCK,
         mask_mod=_mask_mod(position.to(device), end.to(device)),
         seq_lengths=lengths,
     ).to(device)

@@ -53,17 +53,14 @@ def policy_loss(
     penalty, bonus = _regularisers(logprobs, entropies, weight, config, reference_logprobs)
     total = policy + penalty - bonus
     with torch.no_grad():
-        cut = {
-            "clipped_high": (factors.cut_high, positive > 0),
-            "clipped_low": (factors.cut_low, negative < 0),
-            "clipped_dual": (factors.cut_dual, negative < 0),
-        }
         stats = PolicyStats.of(
             loss=total,
             policy=policy,
             penalty=penalty,
             bonus=bonus,
-            **{name: None if mask is None else (mask & where).sum() for name, (mask, where) in cut.items()},
+            clipped_high=_count(factors.cut_high, positive > 0),
+            clipped_low=_count(factors.cut_low, negative < 0),
+            clipped_dual=_count(factors.cut_dual, negative < 0),
             ratio=ratio,
             log_ratio=log_ratio,
             kl_old=_k3(-log_ratio).sum(),
@@ -138,3 +135,8 @@ def _k3(log_ratio: Tensor) -> Tensor:
     """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
     return (torch.expm1(-bounded) + bounded).to(log_ratio.dtype)
+
+
+def _count(cut: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Return how many of the tokens are cut; None for a loss without this bound."""
+    return None if cut is None else (cut & tokens).sum()

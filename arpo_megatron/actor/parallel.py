@@ -146,6 +146,19 @@ def gather_objects(obj: Object, name: str = "control") -> list[Object]:
     return box
 
 
+def reduce_over_targets(values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Combine `values` in place over the ranks that hold different targets; only the last pipeline stage has any."""
+    from megatron.core import parallel_state
+
+    for members in (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        if members.size() > 1:
+            dist.all_reduce(values, operation, group=members)
+    return values
+
+
 def _threads() -> int:
     """Return the machine's cores per local rank. torchrun's default OMP_NUM_THREADS=1 is meant for GPU ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

@@ -11,14 +11,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.packing.layout import TreePack
 
 Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
 """A function from a micro-batch and the model output to the loss (None in a forward-only pass) and a value to keep."""
+
+
+def pack_indices(packs: Sequence[TreePack], parallel: ParallelConfig) -> list[int]:
+    """Return the indices of this rank's packs in order; larger indices are empty packs that keep the ranks in step."""
+    own = [i for i, pack in enumerate(packs) if pack.data_rank == parallel_state.get_data_parallel_rank()]
+    counts = [sum(pack.data_rank == rank for pack in packs) for rank in range(parallel.data)]
+    count = max(1, *counts) if parallel.expert > 1 else max(1, len(own))
+    count += -count % parallel.pipeline if parallel.virtual_pipeline > 1 else 0
+    return own + list(range(len(packs), len(packs) + count - len(own)))
 
 
 def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,8 @@
 """The actor's checkpoint: weights, moments, schedule and random generators, stored with Megatron's dist_checkpointing.
 
 Saving has two halves. `snapshot`, a call of all ranks, copies the state to host memory and agrees on who writes what;
-training waits for it alone. `Snapshot.write` writes this rank's part without communication, so it can run in a thread.
+training waits for it alone. `TrainingSnapshot.write` writes this rank's part without communication, so it can run in
+a thread.
 
 A thread replaces Megatron's asynchronous save, which forks a worker process: a fork must not touch CUDA and outlives a
 killed rank. A thread dies with its rank, and its exception is raised at the next step.
@@ -33,7 +34,7 @@ _FORM = {"non_homogeneous_layers": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TrainingSnapshot:
     """This rank's part of the training state at one moment, in host memory."""
 
     directory: Path
@@ -66,11 +67,11 @@ class Snapshot:
         return [self.directory / name for name in _METADATA_FILES]
 
 
-def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> Snapshot:
+def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> TrainingSnapshot:
     """Copy the current state to host memory; all ranks call it.
 
     Args:
-        directory: destination of `Snapshot.write`; it exists and is empty.
+        directory: destination of `TrainingSnapshot.write`; it exists and is empty.
         chunks: the model chunks of this rank (several under a virtual pipeline).
         optimizer: the optimizer of those chunks.
         scheduler: the schedule of that optimizer.
@@ -92,7 +93,7 @@ def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any)
         plans, metadata = planner.create_global_plan(plans)
         plans = writer.prepare_global_plan(plans)
     mine = parallel.broadcast_object(plans)[dist.get_rank()]
-    return Snapshot(directory, planner.finish_plan(mine), planner, writer, metadata, common)
+    return TrainingSnapshot(directory, planner.finish_plan(mine), planner, writer, metadata, common)
 
 
 def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:

@@ -49,7 +49,7 @@ class AdvantageEstimator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LossBatch:
     """One batch as the controller knows it before the update; each field has one entry per tree.
 
     Token arrays are float64[tokens] in segment-index order, in nats. They are NaN outside MODEL segments and where a
@@ -77,7 +77,7 @@ class Batch:
 class TokenScaling(Protocol):
     """Implemented by advantage estimators that depend on the token, too. Implementations are pure."""
 
-    def token_factors(self, batch: Batch) -> list[Floats]:
+    def token_factors(self, batch: LossBatch) -> list[Floats]:
         """Return for each tree float64[tokens], factors of the advantages of all leaves; `batch.logprobs` are the old
         ones.
         """
@@ -146,7 +146,7 @@ class TokenLoss(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MinibatchValue:
+class BatchValue:
     """The value of a loss of a whole batch, and its gradient as a coefficient of each token's log-prob."""
 
     loss: float
@@ -165,7 +165,7 @@ class BatchLoss(Protocol):
     then train old trajectories without `algorithm.trajectory_weight_limit`. Implementations are pure.
     """
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Compute the loss on the controller. `batch.logprobs` cost an extra pass before every update but the first of
         a step.
         """

@@ -8,7 +8,6 @@ that the C library keeps count as memory.
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from arpo_megatron.bench import memory
+from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import TensorFiles, write_tensors
 from arpo_megatron.models.spec import ModelSpec
@@ -83,7 +82,7 @@ def bench_load(gigabytes: float, tensor: int, pipeline: int, directory: Path | N
             tensors = hf_shapes(size)
             print(f"writing {name}: {hf_bytes(size, DTYPE.itemsize) / 1e9:.2f} GB", file=sys.stderr)
             write_tensors(_random(tensors), tensors, DTYPE, root / name, SHARD_BYTES)
-        ranks = _run_ranks(root, spec, layout)
+        ranks = _measure_ranks(root, spec, layout)
         exact = _same(root / "model", root / "exported", spec)
     largest = sorted((prod(size) * DTYPE.itemsize for size in hf_shapes(spec).values()), reverse=True)[:2]
     bounds = [rank.shard_bytes + sum(largest) for rank in ranks]
@@ -123,20 +122,10 @@ def _same(left: Path, right: Path, spec: ModelSpec) -> bool:
         return all(torch.equal(first.read(name, part), second.read(name, part)) for name, part in everything.items())
 
 
-def _run_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[RankMemory]:
+def _measure_ranks(root: Path, spec: ModelSpec, layout: ParallelConfig) -> list[RankMemory]:
     settings = {"layers": spec.layers, "tensor": layout.tensor, "pipeline": layout.pipeline}
     (root / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, str(layout.world_size), "-m", "arpo_megatron.bench.load", str(root)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        reasons = [line for line in done.stderr.splitlines() if "Error: " in line]
-        raise UserError(f"bench load: a rank failed: {(reasons or ['no message'])[0]}")
+    run_ranks("load", root, layout.world_size)
     return [RankMemory(**json.loads((root / f"rank{rank}.json").read_text())) for rank in range(layout.world_size)]
 
 

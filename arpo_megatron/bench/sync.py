@@ -20,7 +20,6 @@ import gc
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -39,8 +38,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from arpo_megatron.bench import memory
+from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
-from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
@@ -90,7 +89,7 @@ def bench_sync(
                 "repeats": repeats,
             }
             (root / "settings.json").write_text(json.dumps(settings))
-            _run_ranks(root, tensor)
+            run_ranks("sync", root, tensor)
         transports = json.loads((root / "figures.json").read_text())
     return {
         "model_bytes": hf_bytes(spec, DTYPE.itemsize),
@@ -131,22 +130,6 @@ def _largest(pid: int) -> int:
     """Return the engine's process with the weights."""
     processes = psutil.Process(pid).children(recursive=True)
     return max(processes, key=lambda process: process.memory_info().rss).pid
-
-
-def _run_ranks(root: Path, ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    log = root / "ranks.log"
-    # Not a pipe: torch's shared-memory daemon holds it, and lives as long as the engine.
-    with log.open("wb") as err:
-        done = subprocess.run(
-            [*command, str(ranks), "-m", "arpo_megatron.bench.sync", str(root)],
-            stdout=subprocess.DEVNULL,
-            stderr=err,
-            check=False,
-        )
-    if done.returncode:
-        reasons = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-        raise UserError(f"bench sync: a rank failed: {(reasons or ['no message'])[0]}")
 
 
 class Floors:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arpo_megatron.cli.options import ConfigFile, Overrides, Recipe
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Recipe = Annotated[str, typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo recipes` lists both.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")]
 Cluster = Annotated[str, typer.Option(help="Cluster profile: a name in slurm/clusters, or a YAML file.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file with config values; they override the recipe's.")
-]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a submitted run.")]
 ClusterOfRun = Annotated[
     str | None,

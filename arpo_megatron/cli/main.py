@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from arpo_megatron.cli.bench import app as bench
-from arpo_megatron.cli.cluster import ConfigFile
 from arpo_megatron.cli.cluster import app as cluster
 from arpo_megatron.cli.evaluation import app as evaluation
+from arpo_megatron.cli.options import ConfigFile, Overrides, Recipe
 from arpo_megatron.cli.study import app as study
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
@@ -32,11 +32,6 @@ app.add_typer(cluster)
 app.add_typer(evaluation)
 app.add_typer(study, name="study")
 
-Recipe = Annotated[str, typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo recipes` lists both.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, e.g. algorithm.entropy_weight=0.4"),
-]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this config from its last step.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, then stop.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed of the whole job; the same as seed=N.")]

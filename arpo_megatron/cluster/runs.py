@@ -124,8 +124,8 @@ def _progress(run: RunDirectory) -> str:
         return f"newest checkpoint {own[-1].name} of {steps}"
     if updates and not run.sft_done:
         then = "" if config.sft_only else f"; then {steps} steps"
-        if cold := checkpoint_directories(run.sft_checkpoints):
-            return f"cold start: newest checkpoint {cold[-1].name} of {updates}{then}"
+        if checkpoints := checkpoint_directories(run.sft_checkpoints):
+            return f"cold start: newest checkpoint {checkpoints[-1].name} of {updates}{then}"
         return f"cold start: no checkpoint yet, {updates} updates wanted{then}"
     if config.sft_only:
         return "training is done"

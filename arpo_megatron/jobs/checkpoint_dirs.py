@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _STEP = re.compile(r"step_(\d+)")
-COLD_START_KEPT = 2
+SFT_CHECKPOINTS_KEPT = 2
 """Number of newest cold-start checkpoints to keep. The ARPO loop has `train.keep_checkpoints`."""
 
 

@@ -86,7 +86,7 @@ class SupervisedProcess:
             log=str(self.log),
         )
 
-    def turn(self, *, up: bool) -> None:
+    def set_up(self, up: bool) -> None:
         """Record that it came up or went down."""
         self.up, self.since = up, time.time()
 
@@ -125,7 +125,7 @@ class Supervisor:
     def wait(
         self, process: SupervisedProcess, *, poll: Callable[[], None] = lambda: None, every_s: float = 0.1
     ) -> None:
-        """Wait until `process` ends well, and call `poll` meanwhile.
+        """Wait until `process` ends with exit code 0, and call `poll` meanwhile.
 
         Raises:
             ProcessDiedError: it or a service failed, or another process that runs once ended.
@@ -138,14 +138,18 @@ class Supervisor:
                 if code is not None and (code != 0 or each is not process):
                     raise ProcessDiedError(each.failure(), exit_code(code))
             if process.poll() is not None:
-                self.running.remove(process)
+                self.forget(process)
                 poll()
                 return
             time.sleep(every_s)
 
+    def forget(self, process: SupervisedProcess) -> None:
+        """Stop watching a process that runs once; the caller has seen it end."""
+        self.running.remove(process)
+
     def end(self, process: SupervisedProcess) -> None:
         """End a process that runs once, before its time."""
-        self.running.remove(process)
+        self.forget(process)
         if process.process is not None:
             stop_groups([process.process])
 
@@ -209,7 +213,7 @@ class _Services:
     def start(self, spec: ServiceSpec) -> SupervisedProcess:
         """Start a service in its thread."""
         service = SupervisedProcess(spec)
-        thread = threading.Thread(target=self._guard, args=(service,), name=f"supervise {spec.name}", daemon=True)
+        thread = threading.Thread(target=self._run_guarded, args=(service,), name=f"supervise {spec.name}", daemon=True)
         self._services.append(service)
         self._threads.append(thread)
         thread.start()
@@ -226,15 +230,15 @@ class _Services:
             thread.join(REAP_DEADLINE_S)
         self._page.close()
 
-    def _guard(self, service: SupervisedProcess) -> None:
+    def _run_guarded(self, service: SupervisedProcess) -> None:
         """A bug here, or a machine that cannot start a process, ends the job and not only its supervision."""
         try:
-            self._keep(service)
+            self._restart_loop(service)
         except Exception as error:
             text = f"{service.spec.name} cannot be supervised any longer: {type(error).__name__}: {error}"
             self.failure = ProcessDiedError(text)
 
-    def _keep(self, service: SupervisedProcess) -> None:
+    def _restart_loop(self, service: SupervisedProcess) -> None:
         """Start a service, and again whenever it is down, until that has happened too often."""
         spec, pause_s = service.spec, FIRST_PAUSE_S
         while True:
@@ -248,7 +252,7 @@ class _Services:
                 return None
             was_up_s = time.time() - service.since if service.up else None
             service.error = error
-            service.turn(up=False)
+            service.set_up(False)
             stop_groups([process], spec.restart_grace_s)
             if was_up_s is None and not service.restarts:
                 return self._fail(service, "", code)
@@ -283,7 +287,7 @@ class _Services:
                 ), 1
             if now >= next_probe and _answers(spec.url + (spec.alive if service.up else spec.ready), deadline - now):
                 if not service.up:
-                    service.turn(up=True)
+                    service.set_up(True)
                     if service.restarts:
                         self._log(service, "is up again")
                 deadline = time.monotonic() + spec.hang_timeout_s

@@ -14,6 +14,8 @@ from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.tree import Float32Array, Int16Array, Int32Array, Role, RolloutTree
 
 Span = tuple[int, int]
+ATTENTION_BLOCK = 128
+"""Queries and keys per block of attention on CUDA. The kernel may divide it further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,3 +308,12 @@ def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
 def drop_routes(pack: TreePack) -> TreePack:
     """Return the pack without routes, so that the model's own routers choose."""
     return replace(pack, routes=pack.routes[:, :0, :0])
+
+
+def padded_length(length: int) -> int:
+    """Return the smallest of 128, 256, 384, 512, 768, 1024, 1536 ... (two per octave) that is at least `length`.
+
+    Attention on CUDA compiles a kernel for each pair of padded lengths.
+    """
+    step = max(ATTENTION_BLOCK, 1 << max(0, (length - 1).bit_length() - 2))
+    return max(1, -(-length // step)) * step

@@ -8,10 +8,12 @@ Widths are those of one rank. Tensor parallelism divides heads and the MLP; sequ
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec, MoESpec
+from arpo_megatron.packing.layout import padded_length
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention_plan import AttentionPlan
@@ -190,7 +192,7 @@ def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
     """Return FlexAttention's bytes: padded queries, keys and values, the output, normalisers and maximal scores."""
-    padded, keys = padded_length(tokens.queries), padded_length(tokens.keys)
+    padded, keys = padded_length(ceil(tokens.queries)), padded_length(ceil(tokens.keys))
     return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
@@ -209,10 +211,3 @@ def _local_experts(w: Widths, experts: MoESpec, visits: float) -> float:
     visit = (w.hidden + 6 * w.ffn) * w.value + 2 * FLOAT
     router = experts.count * (2 * FLOAT + 1) + experts.top_k * 5 * FLOAT  # weights and map of all, choice and places
     return w.between / w.hidden * (router + visits * visit)
-
-
-def padded_length(length: float) -> int:
-    """Pad like FlexAttention (flex_attention.py): to the next of 128, 256, 384, 512, 768, ..."""
-    whole = int(-(-length // 1))
-    step = max(128, 1 << max(0, (whole - 1).bit_length() - 2))
-    return max(1, -(-whole // step)) * step

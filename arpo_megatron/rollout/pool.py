@@ -42,7 +42,7 @@ TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, Promp
 """Errors that fail one tree. Any other error is a bug, which `collect` raises."""
 
 
-class StoppedError(Exception):
+class TreeStoppedError(Exception):
     """The tree was stopped before it was finished."""
 
 
@@ -188,7 +188,7 @@ class TreePool:
         await _cancel(group.trees)
         for tree in group.trees:
             if tree.result is None:
-                tree.result = StoppedError("its group was stopped")
+                tree.result = TreeStoppedError("its group was stopped")
         self._engine.resume(self._engine.version)
         return self._report(group, len(group.trees), None)
 

@@ -33,7 +33,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
+class RecordedAnswer:
     """A tool call was answered."""
 
     token_ids: Int32Array
@@ -41,7 +41,7 @@ class ToolResult:
     tool: ToolRecord
 
 
-Answer = Prefill | Generation | ToolResult
+Answer = Prefill | Generation | RecordedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TreeRecord:
     """In order."""
     generations: dict[PathKey, list[Generation]] = field(default_factory=dict)
     """Generations of a MODEL segment, in order, by its path key."""
-    tool_results: dict[PathKey, ToolResult] = field(default_factory=dict)
+    tool_results: dict[PathKey, RecordedAnswer] = field(default_factory=dict)
     """The result of the call that ended a MODEL segment, by its path key."""
     seconds: float = 0.0
     """Age of the tree at its newest entry."""
@@ -86,7 +86,7 @@ class TreeRecord:
                 self.prefills.append(answer)
             case Generation():
                 self.generations.setdefault(key, []).append(answer)
-            case ToolResult():
+            case RecordedAnswer():
                 self.tool_results[key] = answer
 
 
@@ -103,7 +103,7 @@ def encode_entry(key: PathKey, answer: Answer, seconds: float) -> bytes:
             fields["counts"] = (answer.prompt_tokens, answer.cached_tokens, answer.weight_version)
             if answer.routes is not None:
                 fields["routes"] = (answer.routes.shape, answer.routes.tobytes())
-        case ToolResult():
+        case RecordedAnswer():
             tool = answer.tool
             fields["ids"] = answer.token_ids.tobytes()
             fields["tool"] = (tool.name, dict(tool.arguments), tool.status, tool.seconds, tool.cached)
@@ -117,7 +117,7 @@ def _decode_entry(entry: bytes) -> tuple[PathKey, Answer, float]:
         return key, Prefill(*fields["prefilled"]), seconds
     ids = np.frombuffer(fields["ids"], np.int32)
     if "tool" in fields:
-        return key, ToolResult(ids, ToolRecord(*fields["tool"])), seconds
+        return key, RecordedAnswer(ids, ToolRecord(*fields["tool"])), seconds
     prompt_tokens, cached_tokens, version = fields["counts"]
     routes = None
     if "routes" in fields:
@@ -140,13 +140,13 @@ def _decode_entry(entry: bytes) -> tuple[PathKey, Answer, float]:
     )
 
 
-def pack_trees(trees: Sequence[UnfinishedTree]) -> bytes:
+def encode_records(trees: Sequence[UnfinishedTree]) -> bytes:
     """Return the content of a checkpoint's file."""
     return _encoder.encode([(tree.task_id, tree.step, tree.version, tree.entries) for tree in trees])
 
 
-def unpack_trees(content: bytes | memoryview) -> list[UnfinishedTree]:
-    """Read the result of `pack_trees`."""
+def decode_records(content: bytes | memoryview) -> list[UnfinishedTree]:
+    """Read the result of `encode_records`."""
     return [
         UnfinishedTree(task_id, step, version, tuple(entries))
         for task_id, step, version, entries in _decoder.decode(content)

@@ -16,7 +16,7 @@ from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError
 from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.record import Answer, Prefill, ToolResult, TreeRecord, encode_entry
+from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
 from arpo_megatron.tasks.tags.calls import PYTHON, ToolCall, result_tokens
 from arpo_megatron.tree import Int32Array, ToolRecord
@@ -96,7 +96,7 @@ class TreeClient:
         context.on_tokens(len(generation.token_ids))
         return generation
 
-    async def call_tool(self, node: Node, call: ToolCall) -> ToolResult:
+    async def call_tool(self, node: Node, call: ToolCall) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service."""
         result = self._record.tool_results.get(node.key)
         if result is not None:
@@ -106,7 +106,7 @@ class TreeClient:
         self._add(node.key, result)
         return result
 
-    async def _send_call(self, node: Node, call: ToolCall) -> ToolResult:
+    async def _send_call(self, node: Node, call: ToolCall) -> RecordedAnswer:
         started, limits, codec = time.monotonic(), self._context.limits, self._context.codec
         session = self._session(node) if limits.sessions and call.tool == PYTHON else {}
         answer = await self._context.tools.call(
@@ -124,7 +124,7 @@ class TreeClient:
             raise ToolTextError(f"cannot tokenize the answer of {call.tool}, {answer.text[:80]!a}: {error}") from error
         seconds = time.monotonic() - started
         record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
-        return ToolResult(np.array(ids, dtype=np.int32), record)
+        return RecordedAnswer(np.array(ids, dtype=np.int32), record)
 
     def _session(self, node: Node) -> dict[str, str]:
         """Return the names of the interpreter states before and after a python call, which follow from path keys."""
@@ -152,7 +152,7 @@ class TreeClient:
 
     def _count(self, answer: Answer) -> None:
         counts = self.counts
-        if isinstance(answer, ToolResult):
+        if isinstance(answer, RecordedAnswer):
             counts.calls_executed += 1
             counts.calls_cached += answer.tool.cached
             return

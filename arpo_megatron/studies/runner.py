@@ -65,7 +65,7 @@ class StudyRunner:
                 time.sleep(_POLL_S)
                 for each in [each for each in active if self._ended(each, supervisor)]:
                     active.remove(each)
-                waiting = [run for run in waiting if run.cold_start is None or run.cold_start.name not in self.failed]
+                waiting = [run for run in waiting if run.sft_run is None or run.sft_run.name not in self.failed]
                 done = total - len(waiting) - len(active)
                 status = "; ".join(f"{each.run.name} {each.status}" for each in active)
                 self.progress.event({"kind": "progress", "text": f"{done} of {total} runs; {status}"})
@@ -80,7 +80,7 @@ class StudyRunner:
         """Return the runs to execute, each cold start directly before the first run that needs it."""
         found: list[StudyRun] = []
         for run in self.runs:
-            for each in (run.cold_start, run):
+            for each in (run.sft_run, run):
                 if each is not None and not run.done and not each.done and each not in found:
                     found.append(each)
         return found
@@ -97,7 +97,7 @@ class StudyRunner:
         code = each.process.poll()
         if code is None:
             return False
-        supervisor.running.remove(each.process)
+        supervisor.forget(each.process)
         name, seconds = each.run.name, time.monotonic() - each.started
         if code == 0:
             self.progress.note(f"{name} is done after {seconds:.0f} s{_success(each.run)}")
@@ -108,11 +108,11 @@ class StudyRunner:
 
 
 def _next_ready(waiting: Sequence[StudyRun]) -> StudyRun | None:
-    return next((run for run in waiting if run.cold_start is None or run.cold_start.done), None)
+    return next((run for run in waiting if run.sft_run is None or run.sft_run.done), None)
 
 
 def _success(run: StudyRun) -> str:
-    if run.cold_start is None:
+    if run.sft_run is None:
         return ""
     success = json.loads(run.directory.result.read_text())["success"]
     return f": held-out success {success['before']:.1%} -> {success['after']:.1%}"

@@ -31,12 +31,12 @@ class StudyRun:
     directory: RunDirectory
     config: JobConfig
     """Config that recipe and overrides resolve to."""
-    cold_start: "StudyRun | None" = None
+    sft_run: "StudyRun | None" = None
     """The run whose export this one trains; None for a cold start."""
 
     @classmethod
     def create(
-        cls, arm: str, seed: int, path: Path, overrides: Sequence[str], cold_start: "StudyRun | None" = None
+        cls, arm: str, seed: int, path: Path, overrides: Sequence[str], sft_run: "StudyRun | None" = None
     ) -> Self:
         """Resolve the config of a run in the directory `path`.
 
@@ -45,9 +45,9 @@ class StudyRun:
         """
         recipe = arm_recipe(arm) if arm else RECIPE
         own = (*overrides, f"seed={seed}", f"run_dir={path}")
-        if cold_start is not None:
-            own += (f"model.path={cold_start.directory.sft_model}", "sft.steps=0")
-        return cls(arm, seed, recipe, own, RunDirectory(path), resolve.resolve(recipe, overrides=own), cold_start)
+        if sft_run is not None:
+            own += (f"model.path={sft_run.directory.sft_model}", "sft.steps=0")
+        return cls(arm, seed, recipe, own, RunDirectory(path), resolve.resolve(recipe, overrides=own), sft_run)
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class StudyRun:
     @property
     def done(self) -> bool:
         """Whether the run has finished all its steps."""
-        if self.cold_start is None:
+        if self.sft_run is None:
             return self.directory.sft_done
         result = self.directory.result
         return result.exists() and json.loads(result.read_text())["step"] >= self.config.train.steps
@@ -70,7 +70,7 @@ class StudyRun:
     @property
     def command(self) -> list[str]:
         """Command line that starts or resumes the run."""
-        verb = "sft" if self.cold_start is None else "train"
+        verb = "sft" if self.sft_run is None else "train"
         resume = ["--resume"] if self.started else []
         return [sys.executable, "-m", "arpo_megatron", verb, self.recipe, *self.overrides, *resume]
 
@@ -102,7 +102,7 @@ def check_runs(runs: Sequence[StudyRun]) -> None:
         UserError: evaluations are switched off, or a run was started with another config.
     """
     for run in runs:
-        for each in (run.cold_start, run):
+        for each in (run.sft_run, run):
             if each is not None and each.started:
                 run_directory.existing(each.config)
         if not (run.config.evaluation.before and run.config.evaluation.after):

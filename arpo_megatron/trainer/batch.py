@@ -13,8 +13,7 @@ import numpy as np
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.base import Batch as LossBatch
-from arpo_megatron.algorithms.base import Group, MinibatchValue, TokenLoss, TokenScaling
+from arpo_megatron.algorithms.base import BatchValue, Group, LossBatch, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
 from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, check_advantages, leaf_weights, tree_credits
 from arpo_megatron.algorithms.importance import trajectory_weights
@@ -136,7 +135,7 @@ def finish_credit(
     inputs = _loss_batch(batch, old_logprobs, new, entropies, config)
     # Ratios and loss cover the whole batch, so rank 0 alone computes and reports them. They come from the log-probs of
     # earlier passes; kl_old of this pass shows whether it computes the same.
-    value = loss.value(inputs) if parallel.is_rank_zero() else MinibatchValue(0.0, [])
+    value = loss.value(inputs) if parallel.is_rank_zero() else BatchValue(0.0, [])
     statistics = {**value.statistics, **_limited_share(inputs, limit)}
     return ReadyUpdate(_with_credits(batch, value.credits), old_logprobs, "linear", statistics)
 

@@ -233,14 +233,14 @@ class TreeCollector:
     def _score(self, report: RolloutReport, current: StepInProgress, *, failed_because: str) -> list[ScoredTree]:
         current.stats.append(report.stats)
         for each in report.failed:
-            current.left_out.append(self._incomplete(each, failed_because))
-        tasks = [self._landed(tree.task_id) for tree in report.trees]
+            current.left_out.append(self._as_incomplete(each, failed_because))
+        tasks = [self._remove_in_flight(tree.task_id) for tree in report.trees]
         return self.scorer.score(report.trees, tasks, step=current.step)
 
-    def _incomplete(self, item: IncompleteTree, reason: str) -> ScoredTree:
-        return ScoredTree.incomplete(self._landed(item.tree.task_id), item.tree, reason)
+    def _as_incomplete(self, item: IncompleteTree, reason: str) -> ScoredTree:
+        return ScoredTree.incomplete(self._remove_in_flight(item.tree.task_id), item.tree, reason)
 
-    def _landed(self, task_id: str) -> Task:
+    def _remove_in_flight(self, task_id: str) -> Task:
         """Remove a task from those in flight and return it."""
         index = next(i for i, task in enumerate(self.in_flight) if task.id == task_id)
         return self.in_flight.pop(index)
@@ -278,7 +278,7 @@ class TreeCollector:
         if len(kept) < wanted:
             self._log(f"step {current.step + 1} trains {len(kept)} trees of {wanted}: {dict(current.dropped)}")
         if isinstance(self.replay, AddsTrees):
-            return interleaved(kept, self.replay.extra_trees(len(kept), current.step))
+            return interleave(kept, self.replay.extra_trees(len(kept), current.step))
         return kept
 
     def _log(self, text: str) -> None:
@@ -291,10 +291,10 @@ def collect_request(rollout: RolloutConfig, group: str, count: int, version: int
     return CollectTrees(group, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
 
 
-def interleaved(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
+def interleave(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:
     """Return both lists in their order, evenly mixed, so that every batch of a step has its share of each."""
-    places = [((number + 0.5) / len(items), item) for items in (own, added) for number, item in enumerate(items)]
-    return [item for _, item in sorted(places, key=lambda each: each[0])]
+    positions = [((number + 0.5) / len(items), item) for items in (own, added) for number, item in enumerate(items)]
+    return [item for _, item in sorted(positions, key=lambda each: each[0])]
 
 
 def report_progress(events: EventLog, progress: RolloutProgress) -> None:

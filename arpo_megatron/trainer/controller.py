@@ -17,7 +17,7 @@ from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.endpoints import Services, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
-from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
+from arpo_megatron.rollout.record import UnfinishedTree, decode_records, encode_records
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.trainer.collector import TreeCollector, check_stop, report_progress
@@ -57,12 +57,12 @@ class ControllerState:
     def load(cls, checkpoint: Path, selector: dict[str, Any]) -> Self:
         """Read the files of a checkpoint; its state.json holds `selector`."""
         replay = checkpoint / REPLAY_FILE
-        trees = unpack_trees((checkpoint / TREES_FILE).read_bytes())
+        trees = decode_records((checkpoint / TREES_FILE).read_bytes())
         return cls(selector, trees, replay.read_bytes if replay.exists() else None)
 
     def files(self) -> dict[str, Callable[[], bytes]]:
         """Return the files of a checkpoint; their contents are made by the thread that writes them."""
-        files: dict[str, Callable[[], bytes]] = {TREES_FILE: partial(pack_trees, self.trees)}
+        files: dict[str, Callable[[], bytes]] = {TREES_FILE: partial(encode_records, self.trees)}
         return files if self.replay is None else {**files, REPLAY_FILE: self.replay}
 
 
@@ -123,6 +123,11 @@ class Controller:
         )
         session.closing.callback(controller.close)
         return controller
+
+    @property
+    def push_buffers(self) -> int:
+        """Number of buffers that a push fills in turn; see `Transport.buffers`."""
+        return self.sync.buffers
 
     def close(self) -> None:
         """Close the rollout process, the engine connections and the judge."""

@@ -55,7 +55,7 @@ def push_once(session: ActorSession, controller: Controller | None, version: int
         actor.chunks,
         actor.spec,
         config.sync.bucket_bytes,
-        controller.sync.buffers if controller else 0,
+        controller.push_buffers if controller else 0,
         fused=config.engine.quantization != "none",
     )
     probe, engine_scores, failure = None, None, ""

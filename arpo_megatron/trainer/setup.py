@@ -18,7 +18,7 @@ from arpo_megatron.algorithms.credit import Loss
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT
+from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT
 from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
@@ -192,7 +192,7 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
     train = config.train
     if phase == "sft":
         optimizer, updates = config.sft.optimizer, config.sft.steps
-        checkpoints = CheckpointStore(directory.sft_checkpoints, COLD_START_KEPT)
+        checkpoints = CheckpointStore(directory.sft_checkpoints, SFT_CHECKPOINTS_KEPT)
     else:
         optimizer, updates = config.optimizer, train.steps * config.algorithm.minibatches
         checkpoints = CheckpointStore(directory.checkpoints, train.keep_checkpoints, train.keep_every)

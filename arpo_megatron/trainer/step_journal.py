@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arpo_megatron.rollout.record import UnfinishedTree, pack_trees, unpack_trees
+from arpo_megatron.rollout.record import UnfinishedTree, decode_records, encode_records
 from arpo_megatron.utils.atomic import atomic_write
 
 _LENGTH = struct.Struct("<Q")
@@ -105,7 +105,7 @@ class StepJournal:
         found = json.loads(bytes(head))
         if found["step"] != step:
             return None
-        return StepSnapshot(found["selector"], [tree for part in trees for tree in unpack_trees(part)])
+        return StepSnapshot(found["selector"], [tree for part in trees for tree in decode_records(part)])
 
 
 def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree]) -> None:
@@ -115,7 +115,7 @@ def _write(path: Path, head: Mapping[str, Any], trees: Sequence[UnfinishedTree])
     """
     digest = hashlib.blake2b()
     with path.open("wb") as file:
-        for part in chain([json.dumps(head).encode()], (pack_trees([tree]) for tree in trees)):
+        for part in chain([json.dumps(head).encode()], (encode_records([tree]) for tree in trees)):
             for piece in (_LENGTH.pack(len(part)), part):
                 file.write(piece)
                 digest.update(piece)

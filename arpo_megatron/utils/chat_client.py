@@ -131,9 +131,13 @@ async def complete(client: openai.AsyncOpenAI, **request: Any) -> Completion:
     if not isinstance(text, str | None):
         raise UnreadableReplyError(f"a chat completion whose content is no text: {_start(answer.text)}")
     usage = body.get("usage")
-    prompt, said = (_count(usage, name) for name in ("prompt_tokens", "completion_tokens"))
+    prompt_tokens, completion_tokens = (_count(usage, name) for name in ("prompt_tokens", "completion_tokens"))
     return Completion(
-        whole_characters(text or ""), reason if isinstance(reason, str) else None, prompt, said, answer.retries_taken
+        whole_characters(text or ""),
+        reason if isinstance(reason, str) else None,
+        prompt_tokens,
+        completion_tokens,
+        answer.retries_taken,
     )
 
 

@@ -13,13 +13,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.flex_attention import (
-    BLOCK,
     block_classes,
     compiled_kernel,
     flex_plan,
     flex_tree_attention,
-    padded_length,
 )
+from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_length
 from arpo_megatron.packing.packs import pack_trees
 from tests.actor import cases
 
@@ -56,7 +55,7 @@ def test_block_classes_equal_those_of_the_dense_mask(plan):
         return
     whole = np.zeros((padded_length(len(positions)), padded_length(len(key_end))), bool)
     whole[: len(positions), : len(key_end)] = dense_mask(key_end, positions)
-    blocks = whole.reshape(len(whole) // BLOCK, BLOCK, -1, BLOCK).transpose(0, 2, 1, 3)
+    blocks = whole.reshape(len(whole) // ATTENTION_BLOCK, ATTENTION_BLOCK, -1, ATTENTION_BLOCK).transpose(0, 2, 1, 3)
     full, partial = block_classes(key_end, positions)
     assert np.array_equal(full, blocks.all((2, 3)))
     assert np.array_equal(full | partial, blocks.any((2, 3)))
@@ -70,7 +69,7 @@ def test_block_mask_equals_torchs_create_block_mask(plan):
     mask = flex_plan(key_end, positions).mask
     if mask is None:
         return
-    slow = create_block_mask(mask.mask_mod, None, None, *mask.shape[-2:], device="cpu", BLOCK_SIZE=BLOCK)
+    slow = create_block_mask(mask.mask_mod, None, None, *mask.shape[-2:], device="cpu", BLOCK_SIZE=ATTENTION_BLOCK)
     assert torch.equal(mask.to_dense(), slow.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mask, name), getattr(slow, name)), name
@@ -130,8 +129,8 @@ def test_padded_lengths_are_two_per_octave():
     lengths = np.arange(1, 20000)
     padded = np.array([padded_length(int(n)) for n in lengths])
     assert (padded >= lengths).all()
-    assert (padded % BLOCK == 0).all()
-    assert (padded < 1.5 * lengths + BLOCK).all()
+    assert (padded % ATTENTION_BLOCK == 0).all()
+    assert (padded < 1.5 * lengths + ATTENTION_BLOCK).all()
     assert len(set(padded)) == 15
     assert all(padded_length(int(n)) == n for n in set(padded))
 

@@ -15,7 +15,7 @@ from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.trainer.batch import build_batches, finish_credit
-from arpo_megatron.trainer.collector import interleaved
+from arpo_megatron.trainer.collector import interleave
 from tests.actor import cases
 
 
@@ -43,7 +43,7 @@ def test_preset_trains(name: str) -> None:
             store.extra_trees(4, 0)
         stored = store.extra_trees(4, 2)
         assert stored
-        scored = interleaved(scored, stored)
+        scored = interleave(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
     minibatches = build_batches(scored, config, actor.spec)
     old = [actor.scores(minibatch.packs) for minibatch in minibatches]

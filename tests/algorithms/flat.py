@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from arpo_megatron.algorithms.base import Batch, BatchLoss, Group, LossTokens
+from arpo_megatron.algorithms.base import BatchLoss, Group, LossBatch, LossTokens
 from arpo_megatron.algorithms.credit import TreeShape, leaf_weights, tree_credits
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -64,7 +64,7 @@ def groups_of(trees: Sequence[RolloutTree], kind: str, rng: np.random.Generator)
 class Case:
     """A batch with log-probs and entropies of all its tokens, and advantages by leaf or by segment."""
 
-    batch: Batch
+    batch: LossBatch
     aggregation: str
     parameters: list[Tensor]  # the log-probs, as leaves of autograd
     entropies: list[Tensor]  # in the training pass
@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn, *, by_segment: bool | None = None) -> Case:
     old = [known(rng.normal(-1, 0.3, len(m)), m) for m in model]
     new = [o + rng.normal(0, spread, len(o)) for o in old]
     entropies = [known(rng.uniform(0, 3, len(m)), m) for m in model]
-    batch = Batch(
+    batch = LossBatch(
         trees=trees,
         advantages=advantages,
         weights=leaf_weights(shapes, aggregation, factors),
@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn, *, by_segment: bool | None = None) -> Case:
     return Case(batch, aggregation, parameters, [torch.from_numpy(np.nan_to_num(e)) for e in entropies])
 
 
-def advantage_at(batch: Batch, number: int, row: int, spots: np.ndarray) -> np.ndarray:
+def advantage_at(batch: LossBatch, number: int, row: int, spots: np.ndarray) -> np.ndarray:
     """Return float64[tokens] of one trajectory."""
     given = batch.advantages[number][row]
     return np.full(len(spots), given) if given.ndim == 0 else given[segments_of(batch.trees[number])[spots]]

@@ -290,7 +290,7 @@ def test_gspo_stays_finite_at_extreme_ratios_and_counts_clipped_trajectories() -
     for _ in range(2):
         tree.add(0, Role.MODEL, [2, 3])
     ones, zeros = [np.ones(2)], [np.zeros(5)]
-    batch = flat.Batch([tree], [np.array([1.0, -1.0])], ones, ones, zeros, zeros, zeros, zeros)
+    batch = flat.LossBatch([tree], [np.array([1.0, -1.0])], ones, ones, zeros, zeros, zeros, zeros)
     found = Gspo(0.1, 0.1).value(replace(batch, logprobs=[np.array([0, 900, 900, -900, -900.0])]))
     assert np.isfinite(found.loss)
     assert found.statistics["clip_low_share"] == found.statistics["clip_high_share"] == 0.5

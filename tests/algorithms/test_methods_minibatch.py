@@ -227,9 +227,9 @@ def test_batch_losses_stay_finite_and_accept_an_empty_batch(loss: BatchLoss) -> 
     tree.add(0, Role.TOOL, [])
     nan, weights = np.full(5, np.nan), [np.ones(3)]
     new = np.array([np.nan, 900, 900, -900, -900.0])
-    batch = flat.Batch([tree], [np.array([1.0, -1.0, 0.5])], weights, weights, [0 * new], [new], [nan], [nan])
+    batch = flat.LossBatch([tree], [np.array([1.0, -1.0, 0.5])], weights, weights, [0 * new], [new], [nan], [nan])
     found = loss.value(batch)
     assert np.isfinite(found.loss)
     assert all(np.isfinite(part).all() for c in found.credits for part in (c.positive, c.negative, c.weight))
-    empty = loss.value(flat.Batch([], [], [], [], [], [], [], []))
+    empty = loss.value(flat.LossBatch([], [], [], [], [], [], [], []))
     assert empty.credits == [] and empty.loss == 0.0

@@ -14,12 +14,12 @@ from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
 from arpo_megatron.algorithms.replay.self_imitation import SelfImitation
 from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
-from arpo_megatron.algorithms.replay.whole_trees import pack_trees, storable_tree, unpack_trees
+from arpo_megatron.algorithms.replay.whole_trees import decode_trees, encode_trees, storable_tree
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.monitor.tree_store import read_trees, write_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.trainer.batch import build_batches
-from arpo_megatron.trainer.collector import interleaved
+from arpo_megatron.trainer.collector import interleave
 from tests.actor import cases
 from tests.algorithms.test_success_replay import PROMPT, scored
 
@@ -32,7 +32,7 @@ def paths(item: ScoredTree) -> list[list[int]]:
 def test_storable_trees_survive_packing(rewards: list[float], data) -> None:
     item = scored("a", rewards, step=3)
     rows = sorted(data.draw(st.sets(st.integers(0, len(rewards) - 1), min_size=1)))
-    for kept in (storable_tree(item, rows), *unpack_trees(pack_trees([storable_tree(item, rows)]))):
+    for kept in (storable_tree(item, rows), *decode_trees(encode_trees([storable_tree(item, rows)]))):
         assert paths(kept) == [paths(item)[row] for row in rows] and kept.task == item.task
         assert kept.rewards.tolist() == [rewards[row] for row in rows] and kept.tree.step == 3
         assert kept.replayed == len(rows) and not kept.sampled
@@ -118,7 +118,7 @@ def test_resumed_buffer_adds_the_same_trees(make) -> None:
 def test_minibatches_get_even_shares_of_stored_trees(own: int, added: int, parts: int) -> None:
     trees = [scored(f"own{number}", [0.0]) for number in range(own)]
     stored_ones = [scored(f"added{number}", [0.0]) for number in range(added)]
-    mixed = [item.task.id for item in interleaved(trees, stored_ones)]
+    mixed = [item.task.id for item in interleave(trees, stored_ones)]
     assert [name for name in mixed if name.startswith("own")] == [item.task.id for item in trees]
     assert [name for name in mixed if name.startswith("added")] == [item.task.id for item in stored_ones]
     for count in range(len(mixed) + 1):

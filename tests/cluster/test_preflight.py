@@ -121,7 +121,7 @@ def test_disk_check_counts_permanent_checkpoints(tmp_path: Path, disk: Callable[
     assert check_disk(config, run).level == "ok"
 
 
-def test_disk_check_counts_cold_start_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
+def test_disk_check_counts_sft_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
     words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
     alone = resolve.resolve("sft_7b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
     run = RunDirectory(tmp_path / "run")
@@ -287,7 +287,7 @@ def test_missing_package_of_a_recipe_is_a_failure() -> None:
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
 
-def test_cold_start_skips_checks_of_the_tool_service() -> None:
+def test_sft_skips_checks_of_the_tool_service() -> None:
     words = ["sandbox.preload=[no_such_module]"]
     checks = {
         name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, overrides=words)))

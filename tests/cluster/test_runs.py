@@ -93,7 +93,7 @@ def test_printed_commands_identify_the_run(named: str | None, tmp_path: Path, mo
     assert told("here", f"run_dir={tmp_path}/apart").startswith(f"arpo status {tmp_path}/apart |")
 
 
-def test_status_reports_progress_of_cold_start_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reports_progress_of_sft_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
 

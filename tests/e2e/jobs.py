@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.monitor.tree_store import StoredTree, read_trees
-from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, unpack_trees
+from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, decode_records
 from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from arpo_megatron.tree import Role
 from tests.repo.metric_names import documented_metrics
@@ -64,7 +64,7 @@ def unfinished(run: Path) -> list[UnfinishedTree]:
     """Return the trees that a resumed run begins with: from the step's journal, else from the newest checkpoint."""
     newest = max((run / "checkpoints").glob("step_*[0-9]"), key=lambda path: int(path.name.removeprefix("step_")))
     snapshot = journal_of(run, int(newest.name.removeprefix("step_")))
-    return snapshot.trees if snapshot is not None else unpack_trees((newest / "trees.msgpack").read_bytes())
+    return snapshot.trees if snapshot is not None else decode_records((newest / "trees.msgpack").read_bytes())
 
 
 def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:

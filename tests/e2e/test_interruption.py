@@ -176,7 +176,7 @@ def test_ctrl_c_while_services_start(start: Start, warm_run: Path, log: str, lin
 
 
 @pytest.mark.slow_campaign
-def test_ctrl_c_in_cold_start_resumes_from_newest_whole_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_in_sft_resumes_from_newest_whole_checkpoint(start: Start, tmp_path: Path) -> None:
     run, overrides = tmp_path / "run", ["sft.steps=400", "sft.batch=8", "sft.save_every=20"]
     checkpoints = run / "sft_checkpoints"
     job = start(training(run, *overrides))

@@ -71,14 +71,14 @@ def test_stopped_job_is_not_done_after_a_longer_training_was_asked_for(tmp_path:
 
 
 @pytest.mark.parametrize("exports", [True, False])
-def test_no_engine_starts_after_a_stopped_cold_start(tmp_path: Path, exports: bool) -> None:
+def test_no_engine_starts_after_a_stopped_sft(tmp_path: Path, exports: bool) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=exports)
     with pytest.raises(StoppedError):
         ranks.train()
     assert ranks.ran == ["sft"]
 
 
-def test_cold_start_stopped_during_its_export_is_done(tmp_path: Path) -> None:
+def test_sft_stopped_during_its_export_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
     with Supervisor(ranks.run.logs) as supervisor:
         job.run_sft_phase(

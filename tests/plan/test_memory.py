@@ -17,11 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from arpo_megatron.actor.flex_attention import padded_length as padded_by_attention
 from arpo_megatron.actor.logprobs import CHUNK_ELEMENTS
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.plan.activations import padded_length
 from arpo_megatron.plan.memory import LOGITS
 from arpo_megatron.plan.parameters import whole_model
 
@@ -105,4 +103,3 @@ def test_activation_memory_matches_measurement(measured: dict[str, list[dict[str
 
 def test_constants_match_the_trainer() -> None:
     assert LOGITS == CHUNK_ELEMENTS
-    assert [padded_length(n) for n in range(1, 5000, 7)] == [padded_by_attention(n) for n in range(1, 5000, 7)]

@@ -291,7 +291,7 @@ def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
         assert best.seconds <= own.seconds
 
 
-def test_cold_start_plan_has_no_engines() -> None:
+def test_sft_plan_has_no_engines() -> None:
     job = resolve.resolve("sft_7b")
     found, layouts = plan(job, H100), search(job, H100)
     assert found.decode_batch == found.memory.kv_tokens == 0

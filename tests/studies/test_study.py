@@ -69,14 +69,14 @@ def test_arms_differ_from_the_recipe_in_the_algorithm_only() -> None:
             assert {key for key in base if job[key] != base[key]} <= {"algorithm"}
 
 
-def test_arms_of_a_seed_share_one_cold_start(tmp_path: Path) -> None:
+def test_arms_of_a_seed_share_one_sft(tmp_path: Path) -> None:
     runs = plan_runs(DESIGN, tmp_path, 2, ["train.steps=3"])
     for run in runs:
-        assert run.cold_start is not None
-        assert run.cold_start.directory.path == tmp_path / "sft" / f"seed{run.seed}"
-        assert run.config.model.path == run.cold_start.directory.sft_model
+        assert run.sft_run is not None
+        assert run.sft_run.directory.path == tmp_path / "sft" / f"seed{run.seed}"
+        assert run.config.model.path == run.sft_run.directory.sft_model
         assert (run.config.seed, run.config.sft.steps, run.config.train.steps) == (run.seed, 0, 3)
-        assert run.cold_start.config.sft.steps > 0
+        assert run.sft_run.config.sft.steps > 0
     assert len({run.directory.path for run in runs}) == 4
 
 

@@ -18,7 +18,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.tree_store import TreeLog, stored_steps
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.record import UnfinishedTree, unpack_trees
+from arpo_megatron.rollout.record import UnfinishedTree, decode_records
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
 from arpo_megatron.trainer import controller as controller_module
@@ -93,7 +93,7 @@ def test_checkpoint_within_a_step_has_selector_and_trees_of_one_moment(tmp_path:
     run.save()
     ((step, state, files),) = saved
     assert (step, state["selector"]["position"]) == (2, 4)
-    assert (unpack_trees(files[TREES_FILE]()), files[REPLAY_FILE]()) == ([tree], b"stored")
+    assert (decode_records(files[TREES_FILE]()), files[REPLAY_FILE]()) == ([tree], b"stored")
     for name, content in files.items():
         (tmp_path / name).write_bytes(content())
     loaded = ControllerState.load(tmp_path, state["selector"])

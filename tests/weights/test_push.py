@@ -30,9 +30,8 @@ from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.trainer.consistency import GAP_LIMITS
-from arpo_megatron.weights import transports
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, WeightSync, probe_gap
-from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
+from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport, shared_memory
 from tests.faults import small_disk
 from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
 
@@ -491,7 +490,7 @@ def test_requests_have_the_fields_of_the_installed_sglang() -> None:
     for name, fields in sent.items():
         assert fields <= set(known["fields"][name]), name
     assert set(known["metadata"]) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"}
-    assert (known["device"], known["device_name"]) == (transports._DEVICE_ARGUMENT, "storage_device")
+    assert (known["device"], known["device_name"]) == (shared_memory._DEVICE_ARGUMENT, "storage_device")
     assert {"torch.", "types."} <= set(known["safe"])
 
 

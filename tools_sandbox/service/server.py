@@ -99,17 +99,9 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         description="Tools for language models: isolated Python, search, browse.",
         default_response_class=_AsciiJson,
         redoc_url=None,
+        exception_handlers={RequestValidationError: _answer_malformed},
     )
     app.add_middleware(_BodyLimit)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        # Without the input: it may hold what JSON cannot represent (NaN), and be as long as a body.
-        problems = [
-            {"loc": [str(part)[:100] for part in each["loc"]], "msg": each["msg"], "type": each["type"]}
-            for each in error.errors()[:_MAX_PROBLEMS]
-        ]
-        return _AsciiJson({"detail": problems}, 422)
 
     expected = None if token is None else f"Bearer {token}".encode()
 
@@ -151,6 +143,15 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
+
+
+async def _answer_malformed(_: Request, error: RequestValidationError) -> Response:
+    # Without the input: it may hold what JSON cannot represent (NaN), and be as long as a body.
+    problems = [
+        {"loc": [str(part)[:100] for part in each["loc"]], "msg": each["msg"], "type": each["type"]}
+        for each in error.errors()[:_MAX_PROBLEMS]
+    ]
+    return _AsciiJson({"detail": problems}, 422)
 
 
 async def _call_until_disconnect(service: ToolService, requested: Call, request: Request) -> Response:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from arpo_megatron.algorithms.advantages.group import group_advantages
-from arpo_megatron.algorithms.base import Batch, Group
+from arpo_megatron.algorithms.base import Group, LossBatch
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.types import Floats
 
@@ -27,7 +27,7 @@ class EntropyAware:
         """Return float64[leaves] per group."""
         return [group_advantages(group.rewards) for group in groups]
 
-    def token_factors(self, batch: Batch) -> list[Floats]:
+    def token_factors(self, batch: LossBatch) -> list[Floats]:
         """Return 1 + a * standardised entropy; 1 if all entropies are equal."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         copies = [shape.spread(shape.sum_below(np.ones((len(shape.leaves), 1)))) for shape in shapes]

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 from arpo_megatron.algorithms.types import Floats
 
@@ -44,7 +44,7 @@ class Bapo:
     high_step: Step = 0.05
     """Step width of the upper bound."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss under the chosen bounds, and the coefficient of every token."""
         tokens = BatchTokens.of(batch)
         low, high = self.bounds(tokens.positive, tokens.negative, tokens.ratio)

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.credit import TreeCredit, TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
 from arpo_megatron.algorithms.types import Floats
@@ -32,7 +32,7 @@ class BatchTokens:
     log-prob is unknown."""
 
     @classmethod
-    def of(cls, batch: Batch, advantages: Sequence[Floats] | None = None) -> Self:
+    def of(cls, batch: LossBatch, advantages: Sequence[Floats] | None = None) -> Self:
         """Collect the tokens of a batch; `advantages` replace those of the batch."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         credits = [
@@ -48,7 +48,7 @@ class BatchTokens:
             bounded_exp(np.nan_to_num(concatenate(batch.old_logprobs) - concatenate(batch.sampling_logprobs))),
         )
 
-    def value(self, loss: float, positive: Floats, negative: Floats, low: int, high: int) -> MinibatchValue:
+    def value(self, loss: float, positive: Floats, negative: Floats, low: int, high: int) -> BatchValue:
         """Build the value of a loss from the coefficient of each token's log-prob, given as a positive and a negative
         part.
 
@@ -61,11 +61,11 @@ class BatchTokens:
         """
         statistics = ratio_statistics(loss, [self.ratio[self.weight > 0]], low, high)
         columns = [self.split(values.astype(np.float32)) for values in (positive, negative, self.weight)]
-        return MinibatchValue(loss, [TreeCredit(*arrays) for arrays in zip(*columns, strict=True)], statistics)
+        return BatchValue(loss, [TreeCredit(*arrays) for arrays in zip(*columns, strict=True)], statistics)
 
     def clipped(
         self, low: Floats | float, high: Floats | float, most: Floats | float | None, ratio: Floats
-    ) -> MinibatchValue:
+    ) -> BatchValue:
         """Return PPO's loss of these tokens for a given ratio and given bounds, dual clip (`most`) included."""
         largest = np.inf if most is None else most
         loss = -float((self.positive * np.minimum(ratio, high) + self.negative * np.clip(ratio, low, largest)).sum())

@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 from arpo_megatron.algorithms.types import Floats
 
@@ -36,7 +36,7 @@ class ClipCov:
     covariance_high: float = 5.0
     """Highest covariance of a candidate."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         whole = BatchTokens.of(batch)
@@ -60,7 +60,7 @@ class ClipCov:
         value = kept.clipped(low, high, None, kept.ratio)
         return replace(value, statistics={**value.statistics, **kept.masked_share(whole)})
 
-    def _copies(self, tokens: BatchTokens, batch: Batch) -> tuple[np.ndarray, Floats, Floats]:
+    def _copies(self, tokens: BatchTokens, batch: LossBatch) -> tuple[np.ndarray, Floats, Floats]:
         """Return index, advantage and weight of every MODEL token of every trajectory; the index is that into the
         columns.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.credit import TreeCredit, TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
 from arpo_megatron.algorithms.losses.batch_tokens import ratio_statistics
@@ -33,7 +33,7 @@ class Gspo:
     clip_high: float
     """Upper bound of the ratio, as its distance to 1."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         shapes = [TreeShape(tree) for tree in batch.trees]
         count = max(1, sum(len(shape.leaves) for shape in shapes))
@@ -56,4 +56,4 @@ class Gspo:
             scale = (weight * ratio / length)[:, None]
             credits.append(shape.coefficients(np.where(free, scale * advantage, 0.0), weight / length))
             ratios.append(ratio)
-        return MinibatchValue(loss, credits, ratio_statistics(loss, ratios, low, high))
+        return BatchValue(loss, credits, ratio_statistics(loss, ratios, low, high))

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenate
 from arpo_megatron.algorithms.types import Floats
 
@@ -45,7 +45,7 @@ class Hapo:
     hapo_advantage: Share = 1.0
     """How much entropy changes the advantages."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         tokens = BatchTokens.of(batch)
         height = self._heights(tokens, concatenate(batch.entropies))

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 from arpo_megatron.algorithms.types import Floats
 
@@ -40,7 +40,7 @@ class Hispo:
     hispo_token: Limit = 1.0
     """delta_tok."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         differences = [old - new for old, new in zip(batch.old_logprobs, batch.sampling_logprobs, strict=True)]
         whole = BatchTokens.of(batch)

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.importance import bounded_exp
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenate
@@ -30,7 +30,7 @@ class Ipa:
     chunk_mismatch: Annotated[float, Field(gt=0)] = 5.0
     """H."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         whole = BatchTokens.of(batch)
         factors, kept = list[Floats](), list[Floats]()

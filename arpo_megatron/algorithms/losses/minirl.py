@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenate
 
 
@@ -29,7 +29,7 @@ class MiniRl:
     importance_limit: Annotated[float, Field(gt=0)] = 5.0
     """Largest weight (truncated importance sampling), 5 in the paper."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         tokens = BatchTokens.of(batch)
         weight = np.minimum(tokens.ratio * tokens.mismatch, self.importance_limit)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.algorithms.base import Batch, MinibatchValue
+from arpo_megatron.algorithms.base import BatchValue, LossBatch
 from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens
 
 
@@ -27,7 +27,7 @@ class MixPpg:
     dual_clip: float | None
     """Upper bound of the ratio over d for negative advantages; None: no bound."""
 
-    def value(self, batch: Batch) -> MinibatchValue:
+    def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         tokens = BatchTokens.of(batch)
         low, high = tokens.mismatch - self.clip_low, tokens.mismatch + self.clip_high

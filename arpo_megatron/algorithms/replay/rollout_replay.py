@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.replay.whole_trees import pack_trees, replay_metrics, storable_tree, unpack_trees
+from arpo_megatron.algorithms.replay.whole_trees import decode_trees, encode_trees, replay_metrics, storable_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
 
 Count = Annotated[int, Field(gt=0)]
@@ -66,8 +66,8 @@ class RolloutReplay:
 
     def snapshot(self) -> Callable[[], bytes]:
         """Capture all stored trees."""
-        return partial(pack_trees, (*self._kept, *self._fresh))
+        return partial(encode_trees, (*self._kept, *self._fresh))
 
     def restore(self, state: bytes) -> None:
         """Restore what `snapshot` captured."""
-        self._kept, self._fresh = deque(unpack_trees(state)), []
+        self._kept, self._fresh = deque(decode_trees(state)), []

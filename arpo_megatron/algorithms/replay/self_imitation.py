@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from arpo_megatron.algorithms.replay.whole_trees import pack_trees, replay_metrics, storable_tree, unpack_trees
+from arpo_megatron.algorithms.replay.whole_trees import decode_trees, encode_trees, replay_metrics, storable_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
 
 Count = Annotated[int, Field(gt=0)]
@@ -80,9 +80,9 @@ class SelfImitation:
     def snapshot(self) -> Callable[[], bytes]:
         """Capture the buffer and the means."""
         kept, means = tuple(self._kept), tuple(self._means)
-        return lambda: msgspec.msgpack.encode({"kept": pack_trees(kept), "means": means})
+        return lambda: msgspec.msgpack.encode({"kept": encode_trees(kept), "means": means})
 
     def restore(self, state: bytes) -> None:
         """Restore what `snapshot` captured."""
         values: dict[str, Any] = msgspec.msgpack.decode(state)
-        self._kept, self._means = deque(unpack_trees(values["kept"])), deque(values["means"])
+        self._kept, self._means = deque(decode_trees(values["kept"])), deque(values["means"])

@@ -31,7 +31,7 @@ def storable_tree(item: ScoredTree, rows: Sequence[int] | None = None) -> Scored
     )
 
 
-def pack_trees(items: Iterable[ScoredTree]) -> bytes:
+def encode_trees(items: Iterable[ScoredTree]) -> bytes:
     """Encode stored trees, in the lossless form of trees."""
     return msgspec.msgpack.encode(
         [
@@ -47,8 +47,8 @@ def pack_trees(items: Iterable[ScoredTree]) -> bytes:
     )
 
 
-def unpack_trees(state: bytes) -> list[ScoredTree]:
-    """Decode what `pack_trees` encoded."""
+def decode_trees(state: bytes) -> list[ScoredTree]:
+    """Decode what `encode_trees` encoded."""
     rows: list[dict[str, Any]] = msgspec.msgpack.decode(state)
     return [
         ScoredTree(

@@ -65,7 +65,7 @@ def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
     ]
     deadline = time.monotonic() + _START_S + MEETING_S
     try:
-        said = [rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks]
     except subprocess.TimeoutExpired:
         return failure(
             "network", f"{count} ranks on this machine did not meet", "check the loopback interface and the GPUs"
@@ -73,7 +73,7 @@ def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
     finally:
         for rank in ranks:
             rank.kill()
-    found = [CheckResult(**json.loads(text.splitlines()[-1])) for text in said if text]
+    found = [CheckResult(**json.loads(text.splitlines()[-1])) for text in outputs if text]
     if len(found) < count:
         return failure(
             "network", f"{count - len(found)} of {count} ranks died in an all-reduce", "see the driver's log"

@@ -18,7 +18,7 @@ from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.engine.server.cpu import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
-from arpo_megatron.jobs.checkpoint_dirs import COLD_START_KEPT, checkpoint_directories, kept, step_of
+from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
 from arpo_megatron.models.known import load_spec
@@ -141,8 +141,8 @@ def check_gpus(wanted: int) -> CheckResult:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     if asked.returncode:  # it prints errors on standard output, like GPUs
-        said = " ".join((asked.stdout + asked.stderr).split())[:200]
-        return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {said}", "fix the driver")
+        output = " ".join((asked.stdout + asked.stderr).split())[:200]
+        return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {output}", "fix the driver")
     lines = asked.stdout.splitlines()
     if len(lines) < wanted:
         return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "fix gpus_per_node or gpu_request")
@@ -237,16 +237,16 @@ def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
 def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
     """Return the most checkpoints that the run keeps, and the bytes of those that it has."""
     train, count = config.train, 0
-    cold, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
+    sft, own = checkpoint_directories(run.sft_checkpoints), checkpoint_directories(run.checkpoints)
     if config.sft.steps:  # its checkpoints stay
-        count += len(cold) if run.sft_done else COLD_START_KEPT
+        count += len(sft) if run.sft_done else SFT_CHECKPOINTS_KEPT
     if not config.sft_only:
         newest = (step_of(own[-1]) or 0) if own else 0
         due = sorted({*range(train.save_every, train.steps, train.save_every), train.steps})
         all_steps = [*own, *(run.checkpoints / f"step_{step}" for step in due if step > newest)]
         # A job that is stopped saves one in addition to those that are due.
         count += max(len(kept(all_steps, train.keep_checkpoints, train.keep_every)), train.keep_checkpoints)
-    return count, sum(file.stat().st_size for path in (*cold, *own) for file in path.rglob("*") if file.is_file())
+    return count, sum(file.stat().st_size for path in (*sft, *own) for file in path.rglob("*") if file.is_file())
 
 
 def check_clock(directory: Path) -> CheckResult:
