@@ -2,5 +2,5 @@
 
 `check.py` has the result of a check, `machine.py` the checks of one machine, `allreduce.py` the check of the network.
 `cluster/preflight.py` runs them on the nodes of a job.
-May import `plan` and the layers below it, and `tools_sandbox.config` and `tools_sandbox.python_tool`; not `trainer`.
+May import `plan` and the layers below it, and `tools_sandbox.check`; not `trainer`.
 """

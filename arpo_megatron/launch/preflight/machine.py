@@ -168,24 +168,14 @@ def check_rdma() -> CheckResult:
 
 def check_isolation(config: JobConfig | None) -> CheckResult:
     """Start a Python worker, and check that its isolation is as strong as `sandbox.isolation`."""
-    from tools_sandbox.config import Limits, PythonConfig
-    from tools_sandbox.python_tool.pool import PythonPool
-    from tools_sandbox.python_tool.walls import Level
+    from tools_sandbox import check
 
-    wanted = Level[(config.sandbox if config is not None else SandboxConfig()).isolation.upper()]
-    pool = PythonPool(PythonConfig(preload=(), isolation="limits"), Limits())
-    try:
-        pool.start()
-        walls = pool.walls
-    finally:
-        pool.close()
-    if walls is None:
-        raise AssertionError("a pool that has started knows its walls")
-    if (reached := walls.level()) < wanted:
-        missing = walls.missing_for(wanted)
-        text = f"level {reached.name.lower()}, sandbox.isolation wants {wanted.name.lower()}: {missing}"
+    wanted = (config.sandbox if config is not None else SandboxConfig()).isolation
+    reached = check.check_isolation(wanted)
+    if not reached.sufficient:
+        text = f"level {reached.level}, sandbox.isolation wants {wanted}: {reached.missing}"
         return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/security.md)")
-    return ok("sandbox", f"level {reached.name.lower()}, sandbox.isolation={wanted.name.lower()}")
+    return ok("sandbox", f"level {reached.level}, sandbox.isolation={wanted}")
 
 
 def check_model_files(config: JobConfig) -> CheckResult:
