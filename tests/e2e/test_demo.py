@@ -71,7 +71,7 @@ def check_run(demo: dict[str, Any]) -> None:
     rows = rows_of(Path(demo["run_dir"]) / "metrics.jsonl")
     assert len(rows) == demo["steps"]
     assert all(row["logprob_gap"] < 1e-3 for row in rows)
-    assert abs(demo["cached_prompt_share"] - demo["predicted_cached_share"]) < 0.1
+    assert demo["cached_prompt_share"] > demo["predicted_cached_share"] - 0.01, "the trees' shape guarantees this share"
 
 
 def check_decisions(demo: dict[str, Any], capsys: Any) -> None:
