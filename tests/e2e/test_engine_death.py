@@ -24,8 +24,9 @@ def test_run_survives_killed_services_up_to_the_limit_and_resumes(warm_run: Path
     command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, *AHEAD, "rollout.journal_every_s=0.1")
     with (warm_run.parent / "screen").open("wb") as screen:
         with subprocess.Popen([*command, "engine.restarts=3"], stderr=screen) as job:
-            wait_for_steps(warm_run, 1, job)
+            wait_for_samples(warm_run, 0, job)
             kill(job.pid, "arpo_megatron.engine.server.main")
+            wait_for_steps(warm_run, 1, job)
             kill(job.pid, "tools_sandbox")
             kill(job.pid, "arpo_megatron.rollout.worker")
             shown = health_after(3, warm_run)
@@ -46,10 +47,9 @@ def test_run_survives_killed_services_up_to_the_limit_and_resumes(warm_run: Path
     assert all(gap is None or gap < 1e-3 for gap in gaps)  # older weights may have sampled all of a step
     assert len({item.tree.task_id for item in trained(warm_run)}) == STEPS * TASKS  # none lost, none twice
     check_kept(warm_run, left)
-    notes = [event["text"] for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "note"]
-    assert any("pushed again" in text or "made again" in text for text in notes), notes
-    assert [line.split()[0] for line in shown] == ["role", "sandbox", "engine", "rollout", "train"]
-    assert all("was killed by SIGKILL" in line for line in shown[1:4])
+    health = {line.split()[0]: line for line in shown}
+    assert health.keys() == {"process", "sandbox", "engine", "rollout", "train"}
+    assert all("was killed by SIGKILL" in health[name] for name in ("sandbox", "engine", "rollout"))
     assert not (warm_run / "health.json").exists()
 
 
