@@ -25,7 +25,7 @@ class RankFailedError(AssertionError):
     """A rank did not end well; the message holds what the first such rank printed."""
 
     exit_code: int | None
-    """As `multiprocessing.Process.exitcode`: negative for a signal, None for a rank that was still running."""
+    """Exit code as in `multiprocessing.Process`: negative for a signal, None for a rank that was still running."""
 
     def __init__(self, rank: int, exit_code: int | None, output: str) -> None:
         super().__init__(f"rank {rank} ended with exit code {exit_code}:\n{output[-4000:]}")

@@ -32,7 +32,7 @@ RELEASED = {
     "deepsearch_8b": ((16, 8, 2), 128, 16, (2000, 10000), 6),
     "deepsearch_14b": ((12, 6, 2), 64, 8, (2000, 6192), 6),
 }
-"""Of the authors' scripts: samples, initial and beam; prompts a step and an update; prompt and response; calls."""
+"""Values in the authors' scripts: samples, initial, beam; prompts a step and an update; prompt, response; calls."""
 
 
 @pytest.mark.parametrize("recipe", RELEASED)

@@ -50,7 +50,7 @@ class RolloutStats:
     """Costs of the trees of one report."""
 
     counts: RolloutCounts
-    """Of all trees, including failed ones."""
+    """Sum over all trees, including failed ones."""
     trees: int
     """Finished trees."""
     failed: int

@@ -68,9 +68,9 @@ class _Group:
     """Trees that are collected together."""
 
     policy: BranchPolicy
-    """Of the newest tree."""
+    """That of the newest tree."""
     limits: RolloutLimits
-    """Of the newest tree."""
+    """That of the newest tree."""
     trees: list[_PoolTree] = field(default_factory=list)
     """Trees that were not collected, in the order of their start."""
     unfinished: Counter[int] = field(default_factory=Counter)

@@ -33,7 +33,7 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run(monkeypatch: p
     monkeypatch.setattr(push, "hf_buckets", lambda *_, **__: (gathered.append(n) for n in range(3)))
     actor = SimpleNamespace(chunks=[], spec=None, logprobs=logprobs)
     session: Any = SimpleNamespace(config=JobConfig("test"), actor=actor)
-    controller: Any = SimpleNamespace(sync=SimpleNamespace(buffers=2), push=send, resume_trees=resumed.append)
+    controller: Any = SimpleNamespace(push_buffers=2, push=send, resume_trees=resumed.append)
     assert push_once(session, controller, 7) == ("it died", 0.0)
     assert (gathered, probed, resumed) == ([0, 1, 2], [], [])  # every rank took part in gathering all
     failure, gap = push_once(session, controller, 7)

@@ -57,7 +57,7 @@ class Sample:
     sizes: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """As torch names it: "bfloat16"."""
+    """Name in torch, such as "bfloat16"."""
     first: int
     """Index of the first row."""
     last: int
