@@ -349,6 +349,8 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
     import nemo_run
     from nemo_run.core.execution.slurm import SlurmJobDetails
 
+    from arpo_megatron.cluster.packager import TreePackager
+
     profile, layout = submission.profile, submission.layout
     more: dict[str, Any] = dict(profile.sbatch)
     for option in gpu_options(profile, layout):
@@ -378,7 +380,7 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         additional_parameters=more,
         setup_lines="\n".join([*exports, WAIT_FOR_SRUN]),
         tunnel=nemo_run.LocalTunnel(job_dir=""),
-        packager=nemo_run.GitArchivePackager(basepath=str(ROOT), ref=code.tree, include_submodules=False),
+        packager=TreePackager(clone=str(ROOT), tree=code.tree),
         poll_estimated_start_time=False,
     )
 

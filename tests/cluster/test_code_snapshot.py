@@ -1,12 +1,14 @@
 """The code snapshot has the working tree, in any encoding, and no secrets."""
 
 import subprocess
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from arpo_megatron.cluster.code_snapshot import ROOT, snapshot
+from arpo_megatron.cluster.packager import TreePackager
 from arpo_megatron.errors import UserError
 
 
@@ -44,6 +46,18 @@ def test_snapshot_has_the_working_tree(tmp_path: Path, clone: Callable[..., str]
     assert clone("status", "--short") == before
     with pytest.raises(UserError, match="is not a git clone"):
         snapshot(tmp_path / "out")
+
+
+def test_archive_has_the_snapshot_and_packing_writes_nothing_in_the_clone(
+    tmp_path: Path, clone: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (tmp_path / "new.py").write_text("3\n")
+    folder = tmp_path_factory.mktemp("job")
+    packager = TreePackager(clone=str(tmp_path), tree=snapshot(tmp_path).tree)
+    before = tmp_path.stat().st_mtime_ns  # changes with each file that is created or removed
+    with tarfile.open(packager.package(tmp_path, str(folder), "code")) as archive:
+        assert archive.getnames() == [".gitignore", "changed.py", "gone.py", "kept.py", "new.py"]
+    assert tmp_path.stat().st_mtime_ns == before
 
 
 def test_snapshot_accepts_any_encoding(tmp_path: Path, clone: Callable[..., str]) -> None:
