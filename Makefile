@@ -16,7 +16,7 @@ setup:
 demo: setup
 	@$(BIN)/arpo demo --seed $(SEED) $(ARGS)
 
-# Installs Slurm from the distribution's packages if it is absent, and says so first; their services are not started.
+# Installs Slurm from the distribution's packages if it is absent, and logs that first; their services are not started.
 # Stops everything it started.
 slurm-demo: setup
 	@slurm/onebox/demo.sh $(ARGS)

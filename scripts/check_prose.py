@@ -1,7 +1,7 @@
 """Report banned phrases in prose: `python scripts/check_prose.py [PATH ...]` prints `file:line: why: text`.
 
-It reads docstrings, comments and string literals of Python files, and all of Markdown, YAML, shell and TOML files and
-Makefiles: those that git tracks, or the paths given. The exit code is 1 if it reports anything, 0 otherwise.
+It reads docstrings, comments and string literals of Python files, and the whole text of all others: the text files that
+git tracks, or the paths given. The exit code is 1 if it reports anything, 0 otherwise.
 """
 
 import ast
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PHRASES: dict[str, str] = {
-    r"(?<!['\"`=])(?<!user\s)\bnobody\b(?!['\"`:])": "say 'no one', or name who",
+    r"(?<!user\s)\bnobody\b": "say 'no one', or name who",
     r"\banybody\b": "say 'anyone', or name who",
     r"\bwhoever\b": "name who",
     r"\banew\b": "say 'again'",
@@ -24,6 +24,10 @@ PHRASES: dict[str, str] = {
     r"\bgo(es|ing)? on\b(?! (a|the) )|\bwent on\b|\bgone on\b": "say 'continue' or 'resume'",
     r"\btold\b|\btells?\b": "say 'log', 'report', 'receive' or 'show'",
     r"\bhears\b|\bheard\b": "say 'receive'",
+    r"\bsa(ys|id)\b": "say 'states', 'reports', 'prints' or 'names'",
+    r"\bharvest\w*": "say 'collect'",
+    r"[.;]\s(?-i:What)\b(?![^.]*\?)": "begin the sentence with a noun",
+    r"\([^()]* before\)": "leave out how it was before",
     r"\bmend(s|ed|ing)?\b": "say 'fix'",
     r"\bbeside\b": "say 'next to', 'besides' or 'in addition to'",
     r"\bbehind (it|them|the|a|an|every|each|this|that|one)\b(?! (proxy|firewall|router|\S*\s?endpoint|interface))": (
@@ -38,65 +42,71 @@ PHRASES: dict[str, str] = {
 OPENERS = ("Of ", "As ", "Likewise", "Whoever", "What ")
 """First words that leave the first line of a docstring without a verb or a noun."""
 
-SUFFIXES = (".py", ".md", ".yaml", ".yml", ".sh", ".toml")
+SKIPPED = ("LICENSE", ".lock", ".parquet", ".svg", ".jsonl", "check_prose.py")
+"""Ends of the paths of files that are data, or that list the phrases and test the list."""
 _PATTERNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), why) for pattern, why in PHRASES.items()]
-_TEXT_TOKENS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
-Chunk = tuple[int, str]
-"""A text and the line on which it begins."""
+Chunk = tuple[int, int, str]
+"""The first and the last line of a text, and the text."""
 
 
-def python_chunks(source: str) -> Iterator[Chunk]:
-    """Yield string literals and blocks of comments; comments on consecutive lines are one chunk."""
+def literals(tree: ast.Module) -> Iterator[Chunk]:
+    """Yield string literals as Python joins them, with {} for each expression; a literal of one word is not prose."""
+    parts = set[int]()
+    for node in ast.walk(tree):  # an f-string comes before its parts
+        if isinstance(node, ast.JoinedStr):
+            parts.update(map(id, node.values))
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            text = node.value
+        else:
+            continue
+        if len(text.split()) > 1:
+            yield node.lineno, node.end_lineno or node.lineno, text
+
+
+def comments(source: str) -> Iterator[Chunk]:
+    """Yield blocks of comments; those on consecutive lines are one block."""
     start, block = 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if block and token.start[0] != start + len(block):
-                yield start, "\n".join(block)
-                block = []
-            start = start if block else token.start[0]
-            block.append(token.string.lstrip("# "))
-        elif token.type in _TEXT_TOKENS:
-            yield token.start[0], token.string
+        if token.type != tokenize.COMMENT:
+            continue
+        if block and token.start[0] != start + len(block):
+            yield start, start + len(block) - 1, "\n".join(block)
+            block = []
+        start = start if block else token.start[0]
+        block.append(token.string.lstrip("# "))
     if block:
-        yield start, "\n".join(block)
+        yield start, start + len(block) - 1, "\n".join(block)
 
 
-def docstring_faults(source: str, documented: bool) -> Iterator[Chunk]:
-    """Yield what is wrong with the form of docstrings.
-
-    Args:
-        source: a Python file.
-        documented: report public functions whose docstring has fewer than two words, too.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+def docstring_faults(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the description of each fault in the form of a docstring, attribute docstrings included."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             continue
-        text = ast.get_docstring(node)
-        if text is None:
-            continue
-        line, name = node.body[0].lineno, getattr(node, "name", "module")
-        if text.startswith(OPENERS):
-            yield line, f"docstring of {name}: begin with an imperative or a noun phrase"
-        if re.search(r"^Attributes:$", text, re.MULTILINE):
-            yield line, f"docstring of {name}: document attributes by a docstring below each, not by a list"
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and function and not name.startswith("_") and len(text.split()) < 2:
-            yield line, f"docstring of {name}: it has fewer than two words; drop it or say something"
+        text = str(node.value.value)
+        if text.lstrip().startswith(OPENERS):
+            yield node.lineno, f"begin the docstring with an imperative or a noun phrase: {text[:40]!r}"
+        if re.search(r"^ *Attributes:$", text, re.MULTILINE):
+            yield node.lineno, "document attributes by a docstring below each, not by a list"
 
 
-def faults(path: str, text: str) -> Iterator[Chunk]:
+def faults(path: str, text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the description of each fault of one file."""
     lines = text.splitlines()
-    python = path.endswith(".py")
-    # Without comment signs a phrase is found that a line break divides; the lines keep their numbers.
-    for start, chunk in python_chunks(text) if python else [(1, re.sub(r"^[ \t]*#+", "", text, flags=re.MULTILINE))]:
+    if path.endswith(".py"):
+        tree = ast.parse(text)
+        yield from docstring_faults(tree)
+        chunks = [*literals(tree), *comments(text)]
+    else:
+        # Without comment signs a phrase is found that a line break divides; the lines keep their numbers.
+        chunks = [(1, len(lines), re.sub(r"^[ \t]*#+", "", text, flags=re.MULTILINE))]
+    for first, last, chunk in chunks:
         for pattern, why in _PATTERNS:
             for found in pattern.finditer(chunk):
-                line = start + chunk.count("\n", 0, found.start())
+                line = min(first + chunk.count("\n", 0, found.start()), last)
                 yield line, f"{' '.join(found[0].split())!r}: {why}: {lines[line - 1].strip()}"
-    if python:
-        yield from docstring_faults(text, documented=not path.startswith("tests/"))
 
 
 def main(paths: list[str]) -> int:
@@ -106,11 +116,7 @@ def main(paths: list[str]) -> int:
     count = 0
     for path in paths:
         file = Path(path)
-        if (
-            file.resolve() == Path(__file__).resolve()
-            or file.is_symlink()
-            or not (path.endswith(SUFFIXES) or file.name == "Makefile")
-        ):
+        if path.endswith(SKIPPED) or file.is_symlink() or not file.is_file():
             continue
         for line, fault in sorted(faults(path, file.read_text(encoding="utf-8"))):
             print(f"{path}:{line}: {fault}")

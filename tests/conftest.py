@@ -21,7 +21,7 @@ if os.environ.get("ARPO_TESTS_ON") != "cuda":
     os.environ.update(CPU_ENVIRONMENT)
 
 # A machine that does other work is slow now and then: no deadlines. `make test` draws the same examples each time, so
-# that it says something about the change and nothing about luck; `make fuzz` draws new ones, and keeps what fails.
+# that a failure comes from the change and not from luck; `make fuzz` draws new ones, and keeps what fails.
 hypothesis.settings.register_profile("same", max_examples=25, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")

@@ -1,8 +1,8 @@
 """The policy in training: log-probs of packs, optimizer updates and the state of a checkpoint.
 
 Every trainer rank has one `Actor`. All ranks call the same methods with the same packs, which the controller
-broadcasts. Each data-parallel rank computes its share; what a public method returns is equal on all ranks unless its
-docstring says otherwise.
+broadcasts. Each data-parallel rank computes its share. A public method returns the same value on all ranks unless its
+docstring states an exception.
 """
 
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ def _join(parts: tuple[Tensor, ...], pieces: tuple[int, ...]) -> Tensor:
 class TreeAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
     """Core attention of a layer spec, in the place of Megatron's DotProductAttention.
 
-    What it needs to know of the pack it finds by the handle that comes as `attention_mask` (see context.py).
+    The handle in `attention_mask` leads to the layout of the pack (see context.py).
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class FileRecord:
 
 
 class DamagedError(Exception):
-    """A manifest is missing or damaged; the message says which."""
+    """A manifest is missing or damaged; the message names it."""
 
 
 def record_file(path: Path, root: Path) -> FileRecord:

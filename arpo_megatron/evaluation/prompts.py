@@ -31,7 +31,7 @@ SYSTEM: Mapping[Tools, str] = {
     ),
     Tools.TRAINED: (
         "Answer the question. Reason between <think> and </think>; call a tool with <search>query</search> or "
-        "<python>code</python> and read what it says between <result> and </result>; give the final answer as "
+        "<python>code</python> and read its answer between <result> and </result>; give the final answer as "
         "<answer>\\boxed{answer}</answer>."
     ),
 }

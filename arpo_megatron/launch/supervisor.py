@@ -272,7 +272,7 @@ class _Services:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _watch(self, service: SupervisedProcess, process: "subprocess.Popen[bytes]") -> tuple[str, int]:
-        """Wait until a service is down; return a phrase that says why, and the exit code of the job if it ends here."""
+        """Wait until a service is down; return the cause as a phrase, and the exit code of the job if it ends here."""
         spec = service.spec
         deadline, next_probe = time.monotonic() + spec.startup_timeout_s, 0.0
         while not self._ending.is_set():

@@ -73,7 +73,7 @@ class TensorFiles:
             location = self._locate(name)
             if location.shape != shape:
                 raise UserError(
-                    f"{self.path}: tensor {name} has shape {list(location.shape)}, but config.json says {list(shape)}"
+                    f"{self.path}: tensor {name} has shape {list(location.shape)}, but config.json gives {list(shape)}"
                 )
             if location.dtype not in _DTYPES:
                 kinds = ", ".join(_DTYPES)
@@ -133,7 +133,7 @@ class TensorFiles:
         file = self.names[name]
         locations = self._header(file)
         if name not in locations:
-            raise UserError(f"{file} does not hold tensor {name}, although the index says so")
+            raise UserError(f"the index names {file} for tensor {name}, but the file does not hold it")
         return locations[name]
 
     def _index(self) -> dict[str, Path]:

@@ -44,7 +44,7 @@ class MoESpec:
     normalise: bool
     """The weights of a token's experts are scaled to sum to 1."""
     balance_coefficient: float
-    """`router_aux_loss_coef` of config.json; used only if the job says `model.router_aux_loss=model`."""
+    """`router_aux_loss_coef` of config.json; used only with `model.router_aux_loss=model`."""
 
 
 @dataclass(frozen=True, slots=True)

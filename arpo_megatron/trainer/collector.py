@@ -71,13 +71,13 @@ class StepInProgress:
     scored: list[ScoredTree] = field(default_factory=list)
     """Finished trees that the selector has not recorded yet; it records them when the step is complete."""
     left_out: list[ScoredTree] = field(default_factory=list)
-    """Trees that the step does not train; `dropped` says why."""
+    """Trees that the step does not train; `dropped` counts them by reason."""
     stats: list[RolloutStats] = field(default_factory=list)
     """Cost of each collection."""
     selector_before: dict[str, Any] | None = None
     """State of the selector before it recorded the step's trees; None until the step is complete."""
     pushed: bool = False
-    """The next policy is at the engines. What trees sample from now on is not for this step's journal."""
+    """The engines have the next policy, so the journal of this step records nothing more."""
 
     @property
     def dropped(self) -> Counter[str]:

@@ -12,7 +12,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interrupted(BaseException):
     """A signal asked this process to end. Unlike KeyboardInterrupt, no library catches it.
 
-    The message, if there is one, says to the user what was done about it.
+    The message, if there is one, reports to the user what was done about it.
     """
 
 

@@ -31,7 +31,7 @@ class FileRow:
     where: str
     """File and line, for error messages."""
     found: Any
-    """Content of the row, or the BadRowError that says why it cannot be read."""
+    """Content of the row, or the BadRowError with the reason why it cannot be read."""
 
     def value(self) -> Any:
         """Return the content. Raises BadRowError if it cannot be read."""

@@ -32,7 +32,7 @@ UPDATES = 10
 
 
 def new_actor(kind: str, layout: ParallelConfig) -> Actor:
-    # The path only says that the model is not made by the job; its shape and random weights are given here.
+    # The path only marks the model as one that the job does not make; its shape and random weights are given here.
     job = JobConfig(name="test", model=ModelConfig(dtype="float32", path=Path("unread")), parallel=layout)
     return Actor(job, SPECS[kind], None, optimizer=OPTIMIZER, total_updates=UPDATES)
 

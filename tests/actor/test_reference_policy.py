@@ -45,7 +45,7 @@ def weights(actor: Actor) -> dict[str, torch.Tensor]:
 
 
 class Steps(TrainingRun):
-    """A training run without engine and checkpoints: trees are given, and what the updates said is kept."""
+    """A training run without engine and checkpoints: trees are given, and the results of the updates are kept."""
 
     def __init__(self, actor: Actor, directory: RunDirectory) -> None:
         session = ActorSession(

@@ -318,7 +318,7 @@ def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found.level == "failure" and "exit code 9: NVIDIA-SMI has failed because" in found.text
     program.write_text("#!/bin/sh\nfor n in 1 2; do echo NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB; done\n")
     assert check_gpus(2) == ok("gpu", "2 x NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB")
-    assert "2 GPUs, the profile says 8" in check_gpus(8).text
+    assert "2 GPUs, gpus_per_node is 8" in check_gpus(8).text
     monkeypatch.setattr("arpo_megatron.launch.preflight.machine.gpu_count", lambda platform: 1)
     assert "lists 2 GPUs, torch can use 1 of the 2" in check_gpus(2).text
     monkeypatch.setenv("PATH", "/not/there")

@@ -177,7 +177,7 @@ sleep 2
 echo 4711
 """
 SCANCEL = """#!/bin/bash
-echo "$@" >>"$0.said"
+echo "$@" >>"$0.arguments"
 """
 
 
@@ -206,5 +206,5 @@ def test_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
     (name,) = [path.name for path in runs.iterdir()]
     assert said == f"arpo: interrupted; cancelled job 4711; arpo resume {runs / name} submits it again\n"
     assert command.returncode == 130
-    assert (tools / "scancel.said").read_text() == "4711\n"
+    assert (tools / "scancel.arguments").read_text() == "4711\n"
     assert submissions_of(RunDirectory(runs / name))[0]["jobs"] == ["4711"]

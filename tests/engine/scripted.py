@@ -1,8 +1,8 @@
 """A scripted engine.
 
 It exists for the script alone: a random model cannot be made to call a tool at a given place. It speaks the engine's
-HTTP interface, token ids in and out, and keeps a radix cache's account of what each request finds. What the real
-engine does is tested in `test_engine`.
+HTTP interface, token ids in and out, and keeps a radix cache's account of what each request finds. `test_engine`
+tests the real engine.
 """
 
 import asyncio

@@ -357,7 +357,7 @@ def test_killed_evaluation_resumes(files: Path, tmp_path: Path) -> None:
     assert {row["seconds"] for row in kept} <= set(rows["seconds"].to_list())
 
 
-JUDGE = ["reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=nobody", "reward.judge.retries=0"]
+JUDGE = ["reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=absent", "reward.judge.retries=0"]
 
 
 def test_interrupt_ends_an_evaluation_whose_judge_is_down(files: Path, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_equal_answers_are_one_judge_request(files: Path, tmp_path: Path) -> Non
 def test_judge_that_rejects_the_key_ends_the_evaluation(files: Path, tmp_path: Path) -> None:
     server, judge = ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>"), ChatServer(verdict)
     judge.fail = lambda _messages: 401
-    with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'nobody'"):
+    with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'absent'"):
         words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
         evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=words))
 

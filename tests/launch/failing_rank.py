@@ -1,4 +1,4 @@
-"""Trainer module of test_failing_rank.py: rank 1 fails in the way that the run directory's `how.txt` says.
+"""Trainer module of test_failing_rank.py: rank 1 fails in the way that the run directory's `how.txt` names.
 
 Meanwhile rank 0 sits in a collective that the other never joins. `failed_at_s.txt` is when, by the monotonic clock.
 """

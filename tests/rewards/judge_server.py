@@ -1,7 +1,6 @@
 """A server that speaks the OpenAI chat protocol, as real HTTP, and answers by a rule of the test.
 
-A double: a judge whose verdicts are known beforehand, that is fooled, echoes, fails or goes away when the test says so,
-cannot be had from a real model.
+A double, because a real model cannot be made to give known verdicts, or to be fooled, echo, fail or go away on demand.
 """
 
 import json

@@ -357,7 +357,7 @@ GENERATES = {
 
 
 def check_silent(url: str, reason: str) -> None:
-    """By no path and no method does the engine generate, and it still says how it is."""
+    """The engine generates by no path and no method, and still reports its health."""
     asked = [(method, path, body) for path, body in GENERATES.items() for method in ("POST", "PUT", "GET")]
     for method, path, body in [*asked, ("GET", "/health_generate", {})]:
         answer = requests.request(method, url + path, json=body, timeout=20)

@@ -136,7 +136,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
     assert f"tensor {name} is missing" in refusal(model_and_spec, tmp_path)
     save_file(tensors | {name: torch.zeros(3, 5)}, file)
-    assert f"tensor {name} has shape [3, 5], but config.json says [48, 32]" in refusal(model_and_spec, tmp_path)
+    assert f"tensor {name} has shape [3, 5], but config.json gives [48, 32]" in refusal(model_and_spec, tmp_path)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, file)
     assert "tensor model.layers.0.self_attn.q_proj.bias (one of 1) does not belong" in refusal(model_and_spec, tmp_path)
 

@@ -13,6 +13,6 @@
 describes which of them stand and which level that is. `sessions` stores states for the service; `state` saves and
 loads them inside the walls.
 
-May import `tool`, `config`, `answers` and `utils`. What runs in the zygote and below imports only the standard library,
-cloudpickle, and modules of this package and `utils` that do the same.
+May import `tool`, `config`, `answers` and `utils`. Code that runs in the zygote and below imports only the standard
+library, cloudpickle, and modules of this package and `utils` that do the same.
 """

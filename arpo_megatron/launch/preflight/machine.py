@@ -145,7 +145,7 @@ def check_gpus(wanted: int) -> CheckResult:
         return failure("gpu", f"nvidia-smi ended with exit code {asked.returncode}: {output}", "fix the driver")
     lines = asked.stdout.splitlines()
     if len(lines) < wanted:
-        return failure("gpu", f"{len(lines)} GPUs, the profile says {wanted}", "fix gpus_per_node or gpu_request")
+        return failure("gpu", f"{len(lines)} GPUs, gpus_per_node is {wanted}", "fix gpus_per_node or gpu_request")
     if (usable := gpu_count("auto")) < wanted:
         text = f"nvidia-smi lists {len(lines)} GPUs, torch can use {usable} of the {wanted} that the job needs"
         return failure("gpu", text, "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES")
