@@ -1,4 +1,4 @@
-"""Profiles of clusters: `slurm/clusters/NAME.yaml`, or any file with the same keys."""
+"""Profiles of clusters: `slurm/clusters/NAME.yaml`, which the package contains, or any file with the same keys."""
 
 import os
 import re
@@ -19,7 +19,8 @@ from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.plan import GPUS, Hardware
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-DIRECTORY = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
+DIRECTORY = Path(__file__).with_name("profiles").resolve()
+"""Directory of the named profiles: slurm/clusters in a clone, package data in an installation."""
 
 Duration = Annotated[
     str,
@@ -190,7 +191,7 @@ _PROFILE = TypeAdapter(ClusterProfile)
 
 
 def profile_names() -> list[str]:
-    """Return the names of the profiles in `slurm/clusters`."""
+    """Return the sorted names of the profiles in `DIRECTORY`."""
     return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
 
 
@@ -205,10 +206,15 @@ def load_profile(name: str) -> ClusterProfile:
 
 def read_profile(name: str) -> tuple[dict[str, Any], str]:
     """Return the unchecked values of a profile and its path. Raises UserError if there is none."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
+    is_file = name.endswith((".yaml", ".yml"))
+    path = Path(name) if is_file else DIRECTORY / f"{name}.yaml"
+    if not path.is_file() and is_file:
+        raise UserError(f"the cluster profile {path} does not exist; copy {DIRECTORY / 'h100.yaml'} there and edit it")
     if not path.is_file():
+        known = profile_names()
         raise UserError(
-            f"unknown cluster {name!r}; known: {', '.join(profile_names())}, or give the path of a YAML file"
+            f"unknown cluster {name!r}{did_you_mean(name, known)}; profiles in {DIRECTORY}: {', '.join(known)}. "
+            "Copy one, edit it, and give its name or the path of the copy (--cluster FILE.yaml)"
         )
     return read_yaml(path), str(path)
 
