@@ -138,8 +138,26 @@ def resolve(recipe: str, *, file: Path | None = None, overrides: Sequence[str] =
     """Merge the layers of a job (see `layers`) and validate the result.
 
     Raises:
-        UserError: a recipe, file, key or value is invalid, or the combination cannot work.
+        UserError: a recipe, file, key or value is invalid, or the combination cannot work. The message begins with the
+            path of the file if the job is valid without it.
     """
+    try:
+        return _resolve(recipe, file, overrides)
+    except UserError as error:
+        if file is not None and str(file) not in str(error) and _is_valid(recipe, overrides):
+            raise UserError(f"{file}: {error}") from None
+        raise
+
+
+def _is_valid(recipe: str, overrides: Sequence[str]) -> bool:
+    try:
+        _resolve(recipe, None, overrides)
+    except UserError:
+        return False
+    return True
+
+
+def _resolve(recipe: str, file: Path | None, overrides: Sequence[str]) -> JobConfig:
     values: Tree = {}
     for layer in layers(recipe, file=file, overrides=overrides):
         _apply(values, layer)
@@ -190,8 +208,12 @@ def check(values: Mapping[str, Any]) -> JobConfig:
 
 
 def load(path: Path) -> JobConfig:
-    """Read and validate a config that `save_config` wrote."""
-    return check(read_yaml(path))
+    """Read and validate a config that `save_config` wrote. Raises UserError with a line that begins with the path."""
+    values = read_yaml(path)
+    try:
+        return check(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _parse_override(override: str) -> Tree:
@@ -247,15 +269,15 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _key_hint(path: Sequence[str]) -> str:
-    """Suggest the nearest key of the same section, else of any section."""
-    *section, name = path
-    every = list(_keys(JobConfig))
-    same = [key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == ".".join(section)]
-    if hint := did_you_mean(name, same, "".join(f"{part}." for part in section)):
+    """Suggest the nearest key of the same section, else the same key of another section, else all of the section."""
+    section, _, name = ".".join(path).rpartition(".")
+    every = {key: key.rpartition(".") for key in _keys(JobConfig)}
+    same = [own for owner, _, own in every.values() if owner == section]
+    if hint := did_you_mean(name, same, section and f"{section}."):
         return hint
-    if found := [key for key in every if key.rpartition(".")[2] == name]:
+    if found := [key for key, (*_, own) in every.items() if own == name]:
         return f"; did you mean {found[0]}?"
-    return did_you_mean(".".join(path), every) or f"; keys here: {', '.join(same)}"
+    return f"; keys{section and f' of {section}'}: {', '.join(same)}"
 
 
 def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
