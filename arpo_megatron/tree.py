@@ -25,7 +25,7 @@ Record = TypeVar("Record", "BranchRecord", "ToolRecord")
 
 
 class Role(StrEnum):
-    """Author of a segment."""
+    """Author of the tokens of a segment."""
 
     PROMPT = "prompt"
     MODEL = "model"

@@ -37,7 +37,7 @@ class RecipeLayout:
 
     @property
     def engines(self) -> int:
-        """Number of engines."""
+        """Number of engines that the trainer's GPUs hold."""
         return self.tensor * self.data * self.pipeline // self.engine
 
     def variant(self) -> Variant:

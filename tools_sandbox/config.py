@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True, config=_STRICT)
 class PythonConfig:
-    """The python tool."""
+    """The python tool: its isolation, preloaded modules, cache and sessions."""
 
     preload: tuple[str, ...] = ("numpy", "sympy", "scipy.integrate", "scipy.optimize", "scipy.stats", "pandas")
     """Modules imported once, before the first call. Every call finds them loaded."""
@@ -111,7 +111,7 @@ class DenseConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class WebConfig:
-    """A web search engine."""
+    """A web search engine: its provider, key, rate and retries."""
 
     provider: Literal["serper", "brave", "searxng"]
     """Provider, which decides the format of requests and answers."""
@@ -223,7 +223,7 @@ class PluginConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class CacheConfig:
-    """The cache of tool answers."""
+    """The cache of tool answers: its size and how long negative answers stay."""
 
     entries: Positive = 10_000
     """Number of answers kept in memory. The least recently used ones are removed first."""
@@ -242,7 +242,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LogConfig:
-    """The log on standard error."""
+    """Format and content of the log on standard error."""
 
     format: Literal["json", "text"] = "json"
     """json: one object per line."""
@@ -252,7 +252,7 @@ class LogConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class SandboxConfig:
-    """The configuration of the service."""
+    """The configuration of the service: a section per tool, and limits of the whole."""
 
     limits: Limits = Limits()
     python: PythonConfig = PythonConfig()

@@ -58,7 +58,7 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Result of one save."""
+    """Outcome of one save: how long it took, or why there is no checkpoint."""
 
     step: int
     """Step of the checkpoint."""
@@ -75,7 +75,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint to resume from."""
+    """The newest intact checkpoint, and the newer ones that are damaged."""
 
     path: Path | None
     """The newest intact checkpoint; None if there are no checkpoints."""
@@ -84,7 +84,7 @@ class ResumePoint:
 
     @property
     def warnings(self) -> list[str]:
-        """One line per damaged checkpoint."""
+        """Lines for the log, one per damaged checkpoint: its name and its damage."""
         return [f"{path.name} is not used: {why}" for path, why in self.refused]
 
 

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint."""
+    """Name, size and checksum of one file of a checkpoint."""
 
     name: str
     """Path relative to the checkpoint's directory, with slashes."""

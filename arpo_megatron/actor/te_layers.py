@@ -66,11 +66,11 @@ class Fp8:
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "Fp8":
-        """Return the job's format."""
+        """Return the number format that section `model` asks for."""
         return cls(model.fp8, model.bf16_edge_layers)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of TransformerConfig."""
+        """Return keyword arguments of Megatron's `TransformerConfig`; none without FP8."""
         edges = self.bf16_edge_layers
         return _RECIPES[self.recipe] | (
             {

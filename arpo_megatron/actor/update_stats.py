@@ -29,7 +29,7 @@ _SUMS = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """Statistics of one pack."""
+    """Sums and the largest ratio over the target tokens of one pack, on the policy's device."""
 
     sums: Tensor
     """float64[sums + bins], additive over packs: `_SUMS`, then the histogram of log-ratios."""

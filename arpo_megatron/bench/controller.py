@@ -90,13 +90,13 @@ class SimulatedEngine(EngineClient):
     async def prefill(
         self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_retry: Callable[[], None] = lambda: None
     ) -> tuple[int, int]:
-        """Return without prefilling."""
+        """Return the number of prompt tokens and 0 cached ones, without a request."""
         return len(input_ids), 0
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerTimings:
-    """Timings of one pool size."""
+    """CPU time and memory of a process with one number of concurrent trajectories."""
 
     concurrent: int
     """Most trajectories waiting for the engine at the same time."""

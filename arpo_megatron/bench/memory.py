@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def resident(pid: int | str = "self") -> int:
-    """Return the resident bytes."""
+    """Return the resident memory of a process in bytes."""
     return _status("VmRSS", pid)
 
 

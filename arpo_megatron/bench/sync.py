@@ -156,7 +156,7 @@ class Floors:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """End the receiver."""
+        """Close the pipe to the receiver process and wait for its end."""
         self._ends.close()
         self._receiver.join()
 

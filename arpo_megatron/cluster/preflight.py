@@ -33,7 +33,7 @@ _FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of one node."""
+    """Check results, clock and free ports of one node."""
 
     findings: tuple[CheckResult, ...]
     """Results in the order of the checks."""

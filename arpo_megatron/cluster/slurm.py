@@ -17,7 +17,7 @@ LIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of an allocation."""
+    """Name and address of a node in an allocation."""
 
     name: str
     address: str

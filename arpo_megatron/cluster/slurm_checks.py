@@ -29,7 +29,7 @@ def cluster_checks(profile: ClusterProfile) -> list[Check]:
 
 
 def check_nemo_run() -> CheckResult:
-    """Check that nemo-run is installed."""
+    """Check that nemo-run, which `arpo submit` needs, is installed."""
     if find_spec("nemo_run") is None:
         return failure("nemo-run", "is not installed here", "run make setup, or pip install 'arpo-megatron[slurm]'")
     return ok("nemo-run", "is installed")

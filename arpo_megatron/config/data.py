@@ -13,7 +13,7 @@ from arpo_megatron.config.fields import (
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """The source of the tasks."""
+    """Questions to train and to evaluate on: generated from the seed, or read from released files."""
 
     kind: Literal["generated", "trails", "arpo_parquet"] = "generated"
     """`generated`: calculator and look-up tasks generated from the seed. `trails`: generated tasks with a decision

@@ -10,7 +10,7 @@ from arpo_megatron.config.fields import STRICT, Decay, Fraction, NonNegativeFloa
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW through Megatron's optimizer."""
+    """AdamW in Megatron's optimizer: learning rate, decay, clipping and offload."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""

@@ -35,7 +35,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
+        """Number of trainer ranks: tensor * context * pipeline * data."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property

@@ -1,4 +1,4 @@
-"""Section `sandbox`: the tool service."""
+"""Section `sandbox`: limits, isolation and sessions of the tool service."""
 
 from typing import Literal
 

@@ -31,7 +31,7 @@ def check_parallel(parallel: "ParallelConfig") -> None:
 
 
 def check_job(config: "JobConfig") -> None:
-    """Check the rules between sections."""
+    """Check the rules between sections. Raises ValueError with the keys and their values."""
     if config.algorithm.minibatches > config.train.tasks_per_step:
         raise ValueError(
             f"algorithm.minibatches={config.algorithm.minibatches} exceeds train.tasks_per_step="

@@ -70,7 +70,7 @@ class EngineHandle:
 
     @property
     def url(self) -> str:
-        """Base address, http://host:port."""
+        """Base address of the server's HTTP interface, http://host:port."""
         return self.spec.url
 
     def alive(self) -> bool:

@@ -34,7 +34,7 @@ class EngineFinish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """An answer of the engine."""
+    """Tokens that the engine sampled for one request, with log-probs and entropies."""
 
     token_ids: Int32Array
     """int32[n], as sampled, stop tokens included."""

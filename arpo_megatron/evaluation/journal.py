@@ -146,7 +146,7 @@ class Journal:
             return [self._attempts[key] for key in sorted(self._attempts)]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after which no attempt can be added."""
         self._file.close()
 
     def _store(self, attempt: Attempt) -> None:

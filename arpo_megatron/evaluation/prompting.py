@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptedQuestions:
-    """The questions of an evaluation."""
+    """Questions of an evaluation with prompts, scorers and the data of the tool service."""
 
     tasks: Sequence[tuple[Question, Task]]
     """Each question, and the task with its prompt."""

@@ -12,7 +12,7 @@ from arpo_megatron.utils.table_reader import FORMATS, BadRowError, read_rows
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of a benchmark."""
+    """Text and accepted answers of one question of a benchmark."""
 
     benchmark: str
     """Name of the benchmark."""

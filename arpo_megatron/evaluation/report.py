@@ -26,7 +26,7 @@ _MARK_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """A finished evaluation (`summary.json`)."""
+    """Result of a finished evaluation, as `summary.json` holds it."""
 
     model: str
     method: str

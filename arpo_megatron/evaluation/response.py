@@ -13,7 +13,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class AgentResponse:
-    """A trajectory as text."""
+    """Texts and counts of a trajectory that an agent has finished."""
 
     text: str
     """Everything after the prompt, with tool results."""
@@ -34,7 +34,7 @@ class AgentResponse:
 
 @dataclass(frozen=True, slots=True)
 class NoResponse:
-    """A failed attempt."""
+    """Outcome and error of an attempt without a trajectory."""
 
     outcome: Outcome
     detail: str

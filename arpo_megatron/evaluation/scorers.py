@@ -37,7 +37,7 @@ Scorer = Callable[[Question, AgentResponse], AnswerVerdict]
 
 
 class JudgeUnavailableError(RuntimeError):
-    """The judge gave no verdict."""
+    """The judge gave no verdict, so the answer cannot be scored."""
 
 
 AnswerCheck = Callable[[str, str, str], bool]

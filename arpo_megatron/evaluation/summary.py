@@ -54,7 +54,7 @@ class EvalSummary:
     """Mean score of the questions not found in the training data."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-safe dictionary."""
+        """Return the fields as JSON-safe values."""
         return asdict(self)
 
 

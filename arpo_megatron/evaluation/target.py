@@ -26,7 +26,7 @@ _PROMPT_TOKENS = 2000
 
 
 class TargetKind(StrEnum):
-    """Source of the answers."""
+    """Kinds of targets, by the source of their answers."""
 
     RUN = "run"  # a run directory: its export, or another Hugging Face directory, served with the run's config
     MODEL = "model"  # a Hugging Face directory

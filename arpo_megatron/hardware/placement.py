@@ -21,7 +21,7 @@ OWN_MEMORY_FRACTION = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices of an engine."""
+    """GPUs of the job and of one engine on a machine."""
 
     gpus: int
     """Number of the machine's GPUs that the job may use; 0: the job runs on CPUs."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # transformers imports torch, which takes seconds
 
 @dataclass(frozen=True, slots=True)
 class JobData:
-    """The tasks of a job."""
+    """Training and held-out tasks of a job, with the facts that its search tool finds."""
 
     train: Sequence[Task]
     """Tasks to train on."""

@@ -38,7 +38,7 @@ def variant_names(recipe: str) -> list[str]:
 
 
 class Source(StrEnum):
-    """Origin of a layer."""
+    """Kinds of layers, by where their values come from."""
 
     DEFAULT = "default"
     BASE = "base"
@@ -64,7 +64,7 @@ class Layer:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The values by dotted key."""
+        """Values by dotted key, `section.key`."""
         return dict(_leaves(self.values))
 
     def __str__(self) -> str:

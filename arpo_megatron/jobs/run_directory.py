@@ -45,7 +45,7 @@ REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths in a run directory."""
+    """Paths of the files and directories of one run (docs/run-directory.md)."""
 
     path: Path
 
@@ -106,7 +106,7 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Profiler traces."""
+        """Traces of torch's profiler (`monitor.profile_steps`)."""
         return self.path / "profile"
 
     @property

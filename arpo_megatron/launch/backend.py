@@ -47,7 +47,7 @@ class LocalBackend:
     _given: set[int] = field(default_factory=set)
 
     def host(self, role: str) -> str:
-        """Return the loopback address."""
+        """Return the loopback address, which all roles of this machine share."""
         return "127.0.0.1"
 
     def ports(self, role: str, count: int) -> list[int]:
@@ -64,7 +64,7 @@ class LocalBackend:
         return placement(config).of_engine(engine, config.engine)
 
     def place(self, role: str, spec: ServiceSpec) -> ServiceSpec:
-        """Return the service unchanged."""
+        """Return the service unchanged: every role runs on this machine."""
         return spec
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:

@@ -159,7 +159,7 @@ class Rows:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements in these rows."""
         return (self.last - self.first) * prod(self.size[1:])
 
     @property

@@ -120,7 +120,7 @@ class Progress:
         self._set_status(name)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays on the screen."""
         self._line(text)
 
     def show(self, renderable: Renderable) -> None:

@@ -169,7 +169,7 @@ class PackReport:
     of the costliest pack replaces the costliest rank."""
 
     def row(self) -> dict[str, float]:
-        """Return the metrics under `pack/`."""
+        """Return the fields as metrics with the prefix `pack/`."""
         return {f"pack/{name}": value for name, value in asdict(self).items()}
 
 

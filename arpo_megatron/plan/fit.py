@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the job can run."""
+        """Whether the job can run; if not, `reason` has the cause."""
         return self.unfit is None
 
     @property

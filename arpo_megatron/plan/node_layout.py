@@ -58,7 +58,7 @@ class NodeLayout:
         return Placement(self.gpus, self.place(engine)[1], self.shared)
 
     def describe(self) -> list[str]:
-        """Return a line per process."""
+        """Return one line per process, with its nodes and GPUs."""
 
         def where(first: int, count: int) -> str:
             return f"node {first}" if count == 1 else f"nodes {first} to {first + count - 1}"
@@ -120,7 +120,7 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
 
 
 def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
-    """Return the layout without engines."""
+    """Return the layout of the trainer ranks without engines. Raises UserError if they do not divide evenly."""
     ranks = config.parallel.world_size
     per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
     if ranks % per_node:

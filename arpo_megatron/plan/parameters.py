@@ -8,7 +8,7 @@ from arpo_megatron.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of parameters."""
+    """Numbers of parameters of a model or of a part of it."""
 
     dense: int
     """All parameters except the experts'."""
@@ -19,7 +19,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters, experts included."""
         return self.dense + self.experts
 
 

@@ -23,7 +23,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 @dataclass(frozen=True, slots=True)
 class LayoutSearchResult:
-    """Result of a layout search."""
+    """Layouts that fit, the fastest first, and the reasons why others do not."""
 
     base: JobConfig
     """Config of the job."""

@@ -73,7 +73,7 @@ class TurnMix:
     """Smallest and largest number of tokens of a reply by user or tool."""
 
     def tree(self, seed: int, vocabulary: int) -> RolloutTree:
-        """Generate one dialogue."""
+        """Return a dialogue of random tokens below `vocabulary`, the same for the same seed."""
         rng = np.random.default_rng(seed)
         tree = RolloutTree(str(seed), rng.integers(0, vocabulary, self.prompt))
         trunk = 0

@@ -52,7 +52,7 @@ MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decoding of an engine."""
+    """Predicted batch size and step time of an engine that decodes."""
 
     engines: int
     """Number of engines."""

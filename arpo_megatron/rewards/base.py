@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of one trajectory."""
+    """Reward of one trajectory, with its components and its format."""
 
     reward: float
     """Input of the advantage."""
@@ -43,7 +43,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class ResponseGroup:
-    """The trajectories of one tree."""
+    """Trajectories of one tree and their task, as rewards see them."""
 
     task: Task
     """Question and ground truth."""
@@ -86,7 +86,7 @@ class Term(Protocol):
 
 
 def score_text(reward: Reward, text: str, task: Task) -> Score:
-    """Score a single decoded response."""
+    """Return the score of a single decoded response, as a group of one."""
     return reward.score_group(ResponseGroup(task, [Response(text)]))[0]
 
 

@@ -25,7 +25,7 @@ class ReleasedReward:
     tool_bonus: float = 0.1
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
-        """Score each response."""
+        """Score each response as the released code does."""
         return [self._score(response.text, group.task) for response in group.responses]
 
     def _score(self, response: str, task: Task) -> Score:

@@ -15,7 +15,7 @@ from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
 @dataclass(frozen=True, slots=True)
 class PredictedRequest:
-    """One engine request."""
+    """Predicted size and cache hits of one engine request."""
 
     prompt_tokens: int
     """Tokens in its prompt."""

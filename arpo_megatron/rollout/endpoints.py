@@ -51,7 +51,7 @@ class Services:
 
     @classmethod
     def from_environment(cls) -> "Services":
-        """Read `environment` in the trainer."""
+        """Read the variables of `environment` in the trainer. Raises KeyError if one is missing."""
         return cls(
             sandbox_url=os.environ[SANDBOX_URL],
             engine_urls=tuple(os.environ[ENGINE_URLS].split()),

@@ -20,7 +20,7 @@ class StaleEnginesError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """How trees are grown."""
+    """Branching, sampling and limits of the trees to grow."""
 
     branching: AlgorithmConfig | None
     """The algorithm whose policy distributes the trajectories; None: independent trajectories."""
@@ -79,7 +79,7 @@ class IncompleteTree:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Collected trees."""
+    """Finished and failed trees of one collection, and their costs."""
 
     trees: list[RolloutTree]
     """Finished trees, in the order of their tasks."""
@@ -195,7 +195,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Continue with policy `version`."""
+    """End a `Pause`: trees continue with policy `version`."""
 
     version: int
 

@@ -52,7 +52,7 @@ _HEARTBEAT_S = 1.0
 
 @dataclass(slots=True)
 class _PoolTree:
-    """A tree in the pool."""
+    """A tree that grows, or that waits for its collection."""
 
     tree_id: int
     version: int
@@ -60,17 +60,17 @@ class _PoolTree:
     grower: TreeGrower
     job: "asyncio.Task[None] | None" = None
     result: RolloutTree | Exception | None = None
-    """None while it grows."""
+    """The finished tree, or why it failed; None while it grows."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Trees that are collected together."""
+    """Trees that are collected together, and their costs since the last report."""
 
     policy: BranchPolicy
-    """That of the newest tree."""
+    """Branch policy of the newest tree."""
     limits: RolloutLimits
-    """That of the newest tree."""
+    """Limits of the newest tree."""
     trees: list[_PoolTree] = field(default_factory=list)
     """Trees that were not collected, in the order of their start."""
     unfinished: Counter[int] = field(default_factory=Counter)
@@ -224,7 +224,7 @@ class TreePool:
             self._prefill_after_push = asyncio.create_task(self._prefill_growing())
 
     async def close(self) -> None:
-        """Stop all trees."""
+        """Cancel all trees that grow and wait for their end."""
         if self._prefill_after_push is not None:
             self._prefill_after_push.cancel()
             await asyncio.gather(self._prefill_after_push, return_exceptions=True)

@@ -34,7 +34,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
-    """A tool call was answered."""
+    """Answer of the tool service to one call, with its tokens."""
 
     token_ids: Int32Array
     """int32[n], the tokens of the result."""
@@ -54,7 +54,7 @@ class UnfinishedTree:
     version: int
     """Policy version when it was started."""
     entries: tuple[bytes, ...]
-    """Its record, in order."""
+    """Encoded entries of its record, in the order of their arrival."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class TreeRecord:
     """The decoded entries of one tree."""
 
     prefills: list[Prefill] = field(default_factory=list)
-    """In order."""
+    """Prefills in the order of their answers."""
     generations: dict[PathKey, list[Generation]] = field(default_factory=dict)
     """Generations of a MODEL segment, in order, by its path key."""
     tool_results: dict[PathKey, RecordedAnswer] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class TreeRecord:
 
     @classmethod
     def from_entries(cls, entries: Iterable[bytes]) -> "TreeRecord":
-        """Decode the results of `encode_entry`."""
+        """Return the record of answers that `encode_entry` encoded, in their order."""
         record = cls()
         for entry in entries:
             record.add(*_decode_entry(entry))
@@ -146,7 +146,7 @@ def encode_records(trees: Sequence[UnfinishedTree]) -> bytes:
 
 
 def decode_records(content: bytes | memoryview) -> list[UnfinishedTree]:
-    """Read the result of `encode_records`."""
+    """Return the trees that `encode_records` encoded."""
     return [
         UnfinishedTree(task_id, step, version, tuple(entries))
         for task_id, step, version, entries in _decoder.decode(content)

@@ -89,7 +89,7 @@ class PairedTest:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Whether the interval excludes 0; False for one seed."""
         return self.low > 0 or self.high < 0
 
     @classmethod

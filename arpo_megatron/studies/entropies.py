@@ -127,7 +127,7 @@ def write_report(rows: "pd.DataFrame", directory: Path, made_by: str) -> list[Pa
 
 
 def render(rows: "pd.DataFrame", made_by: str) -> str:
-    """Return the page in Markdown."""
+    """Return the page of the entropy study in Markdown."""
     seeds = rows.seed.nunique()
     sample = _sample(seeds, len(rows[["seed", "run"]].drop_duplicates()))
     shown = "mean and 95 % interval over" if seeds > 1 else "mean of"

@@ -36,7 +36,7 @@ _POINTS = 40  # of a plotted curve
 
 @dataclass(frozen=True, slots=True)
 class StudyResults:
-    """The evaluations of a study."""
+    """Evaluations of a study, for the seeds that every arm has finished."""
 
     design: Design
     rows: "pd.DataFrame"
@@ -114,7 +114,7 @@ def write_report(results: StudyResults, directory: Path) -> list[Path]:
 
 
 def render(results: StudyResults) -> str:
-    """Return the page in Markdown."""
+    """Return the page of a study in Markdown: findings, curves and tables."""
     design, budget = results.design, common_budget(results.curves("reward"))
     seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
     sections = [
@@ -239,7 +239,7 @@ def _hardware() -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table with the column titles `head`."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -36,7 +36,7 @@ class _Active:
 
 @dataclass(slots=True)
 class StudyRunner:
-    """The processes of a study."""
+    """Runs the trainings of a study as processes, several at a time."""
 
     runs: Sequence[StudyRun]
     """Training runs in the order of their start."""

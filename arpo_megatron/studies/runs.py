@@ -19,7 +19,7 @@ from arpo_megatron.studies.designs import RECIPE, Design, arm_recipe
 
 @dataclass(frozen=True, slots=True)
 class StudyRun:
-    """A run of a study."""
+    """One training of a study: arm, seed, config and directory."""
 
     arm: str
     """Arm of the design; empty for a cold start."""

@@ -7,7 +7,7 @@ from arpo_megatron.utils.text import whole_characters
 
 
 class Message(TypedDict):
-    """One turn of a chat."""
+    """Role and text of one turn of a chat."""
 
     role: str
     content: str

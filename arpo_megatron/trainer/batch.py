@@ -31,7 +31,7 @@ class Batch:
     """The packs and trees of one update."""
 
     packs: list[TreePack]
-    """The same on every rank."""
+    """Packs of the update, the same on every rank."""
     trees: Sequence[RolloutTree] = ()
     """Trees of the packs, on rank 0."""
     advantages: Sequence[Floats] = ()
@@ -89,11 +89,11 @@ class ReadyUpdate:
     """Arguments of `Actor.update`, and statistics that it cannot know."""
 
     packs: list[TreePack]
-    """With their final credits."""
+    """Packs with their final credits."""
     old_logprobs: Sequence[Float32Array] | None
     loss: Loss
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Replace those of the update."""
+    """Values by metric, which replace those of the update."""
 
 
 def finish_credit(

@@ -33,7 +33,7 @@ def load_checkpoint(session: ActorSession, step: str) -> None:
 
 @rank_main
 def main() -> None:
-    """Entry point of every rank."""
+    """Export the checkpoint that the command line names; every rank runs this."""
     run, step, out = RunDirectory(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
     with actor_session(run, "train", training=False) as session:
         load_checkpoint(session, step)

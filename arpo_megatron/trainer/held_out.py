@@ -24,7 +24,7 @@ def evaluation_due(config: JobConfig, step: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutResult:
-    """The result of one evaluation."""
+    """Success and reward of each held-out task in one evaluation, and counts of tool calls."""
 
     solved: Mapping[str, bool]
     """Task id -> whether it was solved. A task that could not be finished was not."""

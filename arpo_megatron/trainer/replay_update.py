@@ -54,7 +54,7 @@ def _nonfinite_gradients(actor: Actor) -> list[str]:
 
 @rank_main
 def main() -> None:
-    """Entry point of every rank."""
+    """Replay the skipped update that the command line names; every rank runs this."""
     run, update, out = RunDirectory(Path(sys.argv[1])), load_skipped_update(Path(sys.argv[2])), Path(sys.argv[3])
     with actor_session(run, update.phase, training=False) as session:
         checkpoint = session.load_newest()

@@ -69,7 +69,7 @@ class TrainingRun:
 
     session: ActorSession
     controller: Controller | None
-    """On rank 0."""
+    """The controller on rank 0; None on other ranks."""
     held_out: Sequence[Task]
     state: RunState = field(default_factory=RunState)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,17 +91,17 @@ class TrainingRun:
 
     @property
     def config(self) -> JobConfig:
-        """The job's config."""
+        """Config of the job, the same on every rank."""
         return self.session.config
 
     @property
     def actor(self) -> Actor:
-        """The policy that is trained."""
+        """The policy in training, this rank's part of it."""
         return self.session.actor
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """Number of finished steps, which is also the number of the step in progress."""
         return self.state.step
 
     @contextmanager
@@ -246,7 +246,7 @@ class TrainingRun:
             session.stop(self.step, self.save)
 
     def save(self) -> None:
-        """Start to write a checkpoint."""
+        """Start to write a checkpoint of the policy and, on rank 0, of the controller."""
         files: dict[str, Callable[[], bytes]] = {}
         if self.controller is not None:
             snapshot = self.controller.snapshot()

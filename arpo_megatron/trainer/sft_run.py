@@ -157,7 +157,7 @@ class SftRun:
             self.session.stop(done, self.save)
 
     def save(self) -> None:
-        """Start to write a checkpoint."""
+        """Start to write a checkpoint of the policy and of the finished updates."""
         self.session.save(self.updates_done, asdict(self.state))
 
     def export(self) -> None:

@@ -32,7 +32,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file so that readers see its old or its new content."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

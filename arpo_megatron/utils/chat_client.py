@@ -26,7 +26,7 @@ class UnreadableReplyError(Exception):
 
 
 class Trouble(Enum):
-    """Kinds of failed requests."""
+    """Kinds of failed requests, by whether a retry can succeed."""
 
     SERVER = "server"  # busy or down: the same request may succeed later
     REQUEST = "request"  # this request fails, others succeed
@@ -44,7 +44,7 @@ def classify_status(status: int) -> Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The reply of a model."""
+    """Reply of a chat model, with its token counts."""
 
     text: str
     """"" for a refusal or a reply of thoughts alone; no unpaired surrogates."""

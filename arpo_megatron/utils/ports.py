@@ -1,4 +1,4 @@
-"""Free TCP ports for services."""
+"""Search for free TCP ports that services can listen on."""
 
 import contextlib
 import random

@@ -24,7 +24,7 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """One row of a file."""
+    """Content and position of one row of a file."""
 
     number: int
     """Counted from 0, without empty lines."""

@@ -44,7 +44,7 @@ _SAMPLE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Result of one push."""
+    """Duration, size and verification of one push."""
 
     seconds: float
     """Wall time from begin to commit, or to the comparison of checksums."""
@@ -88,7 +88,7 @@ class WeightSync:
 
     @property
     def buffers(self) -> int:
-        """Number of buffers for `export.hf_buckets`."""
+        """Number of buffers that `export.hf_buckets` must use for this transport."""
         return self._transport.buffers
 
     @property

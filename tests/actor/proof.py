@@ -50,7 +50,7 @@ TAKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Trees and a loss."""
+    """Trees, a loss, and the ways to pack them."""
 
     forest: tuple[RolloutTree, ...]
     algorithm: AlgorithmConfig

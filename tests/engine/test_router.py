@@ -1,4 +1,4 @@
-"""SGLang's own router."""
+"""SGLang's own router requires the token of the job."""
 
 import time
 from pathlib import Path

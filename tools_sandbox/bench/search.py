@@ -107,7 +107,7 @@ def _times_ms(queries: list[str], ask: Callable[[str], bool], expected: bool) ->
 
 
 def main() -> None:
-    """Print one JSON object."""
+    """Run the benchmark with the command line's arguments and print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m tools_sandbox.bench.search", description=__doc__.split("\n")[0])
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=1000)

@@ -15,7 +15,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running service."""
+    """Address and log of a service that is running."""
 
     url: str
     log: Path

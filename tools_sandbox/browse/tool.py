@@ -49,7 +49,7 @@ class BrowseTool(Tool):
         self.max_time_s = config.timeout_s
 
     async def start(self) -> None:
-        """Load the parser."""
+        """Start the process that forks page parsers."""
         parser.start()
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
@@ -80,7 +80,7 @@ class BrowseTool(Tool):
 
 
 class _Summary:
-    """A model that summarises pages."""
+    """Client of a model that summarises pages."""
 
     def __init__(self, config: SummaryConfig) -> None:
         self._config = config

@@ -36,7 +36,7 @@ class Groups:
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """Controllers that are enforced."""
+        """Names of the controllers that the held groups enforce."""
         return tuple(name for name in CONTROLLERS if any(name in held.split() for held in self.folders))
 
     def open_slot(self, slot: int, memory_mb: int, processes: int) -> None:

@@ -94,7 +94,7 @@ class PythonPool:
 
     @property
     def alive(self) -> bool:
-        """Whether the zygote is running."""
+        """Whether the zygote is running and can be reached."""
         return self._control is not None and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of one call."""
+    """Code, limits and first state of one call."""
 
     code: str
     time_s: float
@@ -38,7 +38,7 @@ class Request:
     """State that the call begins with; empty: none."""
 
     def encode(self) -> bytes:
-        """Return the whole message."""
+        """Return the whole message: lengths, fields as JSON, and the state."""
         return _encode(asdict(self))
 
     @classmethod
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one call."""
+    """Status, text and final state of one call."""
 
     status: str
     """"ok", "error" or "timeout", as in `ToolAnswer`; "broken": the sandbox itself failed; `text` has the reason."""
@@ -58,7 +58,7 @@ class Outcome:
     """State after the call, if the request asked for it and there is one."""
 
     def encode(self) -> bytes:
-        """Return the whole message."""
+        """Return the whole message: lengths, fields as JSON, and the state."""
         return _encode(asdict(self))
 
     @classmethod

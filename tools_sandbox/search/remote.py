@@ -29,7 +29,7 @@ class DenseEngine:
         self._session = aiohttp.ClientSession()
 
     async def stop(self) -> None:
-        """Close the connections."""
+        """Close the HTTP session, if there is one."""
         if self._session is not None:
             await self._session.close()
 
@@ -122,7 +122,7 @@ class WebEngine:
         self._session = aiohttp.ClientSession(headers=self._headers, trust_env=True)
 
     async def stop(self) -> None:
-        """Close the connections."""
+        """Close the HTTP session, if there is one."""
         if self._session is not None:
             await self._session.close()
 

@@ -34,7 +34,7 @@ class SearchEngine(Protocol):
         """Prepare searches. Called once, in the process that searches."""
 
     async def stop(self) -> None:
-        """Release resources."""
+        """Release the resources that `start` has acquired."""
 
     async def search(self, query: str, k: int) -> list[str]:
         """Return at most k passages, best first. Raises RequestFailed if the engine gives no answer."""

@@ -278,6 +278,6 @@ class AnswerCache:
         await self._flights.cancel()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the SQLite file, if there is one."""
         if self._file is not None:
             self._file.close()

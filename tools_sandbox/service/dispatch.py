@@ -48,7 +48,7 @@ class NoAnswer(RuntimeError):  # noqa: N818 - a state, not a mistake
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a tool."""
+    """Arguments, limits and identity of one call of a tool."""
 
     tool: str
     arguments: Mapping[str, Any]

@@ -39,5 +39,5 @@ class Metrics:
         Gauge(f"tools_sandbox_{name}", meaning, registry=self._registry).set_function(read)
 
     def render(self) -> bytes:
-        """Return the page."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

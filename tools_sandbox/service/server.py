@@ -37,7 +37,7 @@ _STATUS = {"queue_full": 429, "queue_time": 429, "stopping": 503, "deadline": 50
 
 
 class CallBody(BaseModel):
-    """Body of POST /call."""
+    """Body of POST /call: a tool, its arguments and the limits of the call."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     tool: str = Field(description="Name of the tool; GET /tools lists them.")
@@ -139,7 +139,7 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
 
     @app.get("/metrics", dependencies=[Depends(check_token)])
     async def metrics() -> Response:
-        """Return the metrics for Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app

@@ -14,17 +14,17 @@ class GrpoPolicy:
 
     @property
     def initial(self) -> int:
-        """Return the group size."""
+        """Return `group_size`: every trajectory starts at the prompt."""
         return self.group_size
 
     @property
     def total(self) -> int:
-        """Return the group size."""
+        """Return `group_size`: forks add no trajectories."""
         return self.group_size
 
     @property
     def measured_tokens(self) -> int:
-        """Return 0: nothing is measured."""
+        """Return 0: no entropy is measured, because no path forks."""
         return 0
 
     def decide(self, point: ForkPoint) -> Decision:

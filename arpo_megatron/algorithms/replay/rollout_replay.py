@@ -65,9 +65,9 @@ class RolloutReplay:
         return replay_metrics(self._kept, ages)
 
     def snapshot(self) -> Callable[[], bytes]:
-        """Capture all stored trees."""
+        """Return an encoder of the trees that are stored now."""
         return partial(encode_trees, (*self._kept, *self._fresh))
 
     def restore(self, state: bytes) -> None:
-        """Restore what `snapshot` captured."""
+        """Replace the stored trees by those that a `snapshot` encoded."""
         self._kept, self._fresh = deque(decode_trees(state)), []

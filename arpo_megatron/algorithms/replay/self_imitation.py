@@ -83,6 +83,6 @@ class SelfImitation:
         return lambda: msgspec.msgpack.encode({"kept": encode_trees(kept), "means": means})
 
     def restore(self, state: bytes) -> None:
-        """Restore what `snapshot` captured."""
+        """Replace the buffer and the means by those that a `snapshot` encoded."""
         values: dict[str, Any] = msgspec.msgpack.decode(state)
         self._kept, self._means = deque(decode_trees(values["kept"])), deque(values["means"])

@@ -67,7 +67,7 @@ class SuccessReplay:
         return partial(_packed, tuple(self._kept))
 
     def restore(self, state: bytes) -> None:
-        """Restore what `snapshot` captured."""
+        """Replace the stored trajectories by those that a `snapshot` encoded."""
         self._kept = deque(_unpacked(row) for row in msgspec.msgpack.decode(state))
 
     def _newest(self, task_id: str, item: ScoredTree) -> StoredTrajectory | None:

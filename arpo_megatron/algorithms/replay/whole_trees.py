@@ -48,7 +48,7 @@ def encode_trees(items: Iterable[ScoredTree]) -> bytes:
 
 
 def decode_trees(state: bytes) -> list[ScoredTree]:
-    """Decode what `encode_trees` encoded."""
+    """Return the trees that `encode_trees` encoded, with every trajectory counted as replayed."""
     rows: list[dict[str, Any]] = msgspec.msgpack.decode(state)
     return [
         ScoredTree(

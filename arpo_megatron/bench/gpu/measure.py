@@ -40,7 +40,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait until the GPU has done all queued work; return at once without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -47,7 +47,7 @@ class TimedEngineAdmin(EngineAdmin):
         self.seconds: dict[str, float] = {}
 
     def clear(self) -> None:
-        """Forget the seconds so far."""
+        """Discard the seconds measured so far."""
         self.seconds = {}
 
     def begin_push(self, version: int) -> tuple[EngineEndpoint, ...]:
@@ -75,7 +75,7 @@ class TimedEngineAdmin(EngineAdmin):
 
 @dataclass(frozen=True, slots=True)
 class TimedPush:
-    """Result of a push."""
+    """Duration, size and verification of one push."""
 
     s: float
     """Seconds without the probe."""
@@ -118,7 +118,7 @@ class Pair:
         return TimedPush(report.seconds, report.bytes, report.buckets, len(report.verified), seconds, gap)
 
     def close(self) -> None:
-        """Stop the engine."""
+        """Close the trainer's end of the pushes, then stop the engine."""
         self.sync.close()
         self.engine.stop()
 

@@ -58,13 +58,13 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Key of the load's figures."""
+        """Key of the load's figures in the result."""
         return f"{self.requests} requests, prompts of {self.prompt}"
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBench:
-    """The engines and their loads."""
+    """Models, loads and trees of the rollout benchmark, and their engines."""
 
     engines: RandomEngines
     specs: Mapping[str, ModelSpec] = field(

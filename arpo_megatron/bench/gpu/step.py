@@ -170,7 +170,7 @@ class _EnoughError(Exception):
 
 @dataclass(slots=True)
 class _Observed:
-    """Observations of the run."""
+    """Metrics, memory and start-up time, collected while the job runs."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of each step."""

@@ -88,7 +88,7 @@ class UpdateBench:
         return self._peak_flops
 
     def measure_flat(self, length: int, recipe: Fp8Recipe) -> Figures:
-        """Measure updates on one sequence."""
+        """Measure updates on one sequence of `length` tokens."""
         return self._measure(recipe, "none", {"flat": _packed([_sequence(length)], length)})
 
     def measure_mix(self, mix: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Figures:

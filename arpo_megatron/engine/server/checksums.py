@@ -35,7 +35,7 @@ def held_pieces(model: nn.Module, samples: Mapping[str, Sample]) -> dict[str, li
 
 
 def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    """`WeightChecker.handle` with the action `CHECKSUM_ACTION`."""
+    """Answer `CHECKSUM_ACTION` in `WeightChecker.handle`; leave all other actions to `original`."""
     if not action.startswith(CHECKSUM_ACTION):
         return original(checker, action, *args, **kwargs)
     samples = {name: Sample(**sample) for name, sample in json.loads(action.removeprefix(CHECKSUM_ACTION)).items()}

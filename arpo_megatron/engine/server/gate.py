@@ -66,7 +66,7 @@ _POLL_INTERVAL_S = 0.005
 
 @dataclass(slots=True)
 class _Push:
-    """A push that has begun."""
+    """A push between its begin and its commit."""
 
     version: int
     """Version of its weights."""
@@ -75,7 +75,7 @@ class _Push:
 
 
 class PushGate:
-    """ASGI middleware around SGLang's application."""
+    """ASGI middleware that passes requests to SGLang while the gate is open, and refuses most while it is closed."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app

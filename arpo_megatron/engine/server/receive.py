@@ -86,7 +86,7 @@ def block_copies(copies: Sequence[Copy], block: Block) -> list[Copy] | None:
 
 @dataclass(slots=True)
 class _ArrivingBucket:
-    """A bucket in flight."""
+    """Tensors of one bucket, from the start of their transfer until the model has them."""
 
     works: list[Any]
     """Pending operations of the process group."""

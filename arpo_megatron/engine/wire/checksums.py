@@ -42,7 +42,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Read the result of `as_json`."""
+        """Return the object whose `as_json` gave `data`."""
         return cls(data["offset"], tuple(data["sizes"]), tuple(data["strides"]), data["checksum"])
 
     def as_json(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Trajectory:
-    """An attempt so far."""
+    """Texts, turns and counts of an attempt in progress."""
 
     text: str = ""
     model_text: str = ""

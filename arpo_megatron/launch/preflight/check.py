@@ -16,7 +16,7 @@ Level = Literal["ok", "warning", "failure"]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of `arpo doctor`."""
+    """Result of one check, which is a line of `arpo doctor`."""
 
     name: str
     level: Level

@@ -54,7 +54,7 @@ class Replies:
                 self._database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the database; replies that come later are not stored."""
         with self._lock:
             if self._database is not None:
                 self._database.close()

@@ -26,7 +26,7 @@ _RULES = (
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestion:
-    """One question to a judge."""
+    """Prompt of one request to a judge, and the verdicts that it may give."""
 
     system: str
     """System message."""

@@ -28,7 +28,7 @@ ATTACKS = (
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A row of the labels."""
+    """An answer with a human verdict, one row of the file of labels."""
 
     question: str
     truth: str

@@ -150,7 +150,7 @@ def nearly_equal(given: Decimal, expected: Decimal) -> bool:
 
 
 def _fraction(repeating: re.Match[str]) -> str:
-    r"""0.1666..., written 0.1\overline{6}, is 15/90."""
+    r"""Return a fraction for a repeating decimal: 0.1666..., written 0.1\overline{6}, is 15/90."""
     whole, first, period = repeating.groups()
     value = Fraction(
         int(f"{whole}{first}{period}") - int(f"0{whole}{first}"), (10 ** len(period) - 1) * 10 ** len(first)

@@ -21,7 +21,7 @@ _DECIMAL = re.compile(r"[+-]?\d*(?:\.(\d*))?")
 
 
 def main(fd: int) -> None:
-    """Serve until the connection closes."""
+    """Answer comparisons on the connection `fd` until the other end closes it."""
     import math_verify  # noqa: F401  (before the memory limit and the first timer)
 
     logging.disable(logging.CRITICAL)  # math-verify reports every answer it cannot parse

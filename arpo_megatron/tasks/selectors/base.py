@@ -74,7 +74,7 @@ class EpochSelector:
         """Ignore the result: the order does not depend on it."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return no metrics."""
+        """Return an empty mapping: the order of the epochs has no metrics."""
         return {}
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:

@@ -22,7 +22,7 @@ _KEY = "sft.data="
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One checked row."""
+    """One checked row of SFT data: messages, their loss masks and tools."""
 
     messages: tuple[Mapping[str, Any], ...]
     """Messages as the chat template takes them; empty fields are left out."""

@@ -72,7 +72,7 @@ class Broadcast:
         return self._loads
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group shared with the engines; the engines leave it, too."""
         self._posts, self._acknowledged = [], []
         if self._group is None:
             return

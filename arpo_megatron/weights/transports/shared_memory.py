@@ -91,7 +91,7 @@ class SharedMemory:
         return self._loads
 
     def close(self) -> None:
-        """Free the buffer."""
+        """Free the buffer; a later push would allocate another one."""
         self._buffer, self._reading = None, []
 
     def _room(self, size: int, device: torch.device) -> Tensor:
