@@ -39,8 +39,12 @@ for package in "algorithms jobs packing plan rewards rollout tasks".split():
         except ImportError:
             print(module.name)
 """
-NEEDS_AN_EXTRA = {"arpo_megatron.cli.nemo", "arpo_megatron.engine.server.entropy_kernel"}
-"""Loaded by nemo-run, and by an engine on a GPU."""
+NEEDS_AN_EXTRA = {
+    "arpo_megatron.cli.nemo",
+    "arpo_megatron.cluster.packager",
+    "arpo_megatron.engine.server.entropy_kernel",
+}
+"""Loaded by nemo-run, by `arpo submit`, and by an engine on a GPU."""
 
 
 def run(program: str) -> set[str]:
