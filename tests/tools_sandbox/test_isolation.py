@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,34 @@ def test_fork_bomb_ends_with_its_call(walled: tuple[SandboxClient, Any]) -> None
     assert time.monotonic() - began < 30  # it ends by itself after 60 s
     wait_until_gone(service.calls())  # a supervisor ends after its answer
     assert client.call("python", {"code": "6 * 7"}, timeout_s=30).text == "42"
+
+
+def test_interrupted_sandbox_does_not_run_call_twice(walled: tuple[SandboxClient, Any]) -> None:
+    """Below Linux 6.12, a call can send SIGINT to its init process, which must not look like a broken sandbox."""
+    client, service = walled
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.call, "python", {"code": "import time; time.sleep(1); print('once')"})
+        wait_until(lambda: len(service.calls()) >= 3)
+        supervisor, init, *_ = service.calls()
+        for process in (supervisor, init):
+            process.send_signal(signal.SIGINT)
+        assert call.result().text == "once"
+    assert "trying once more" not in service.stderr()
+
+
+def test_call_without_pid_namespace_can_signal_no_group(walled: tuple[SandboxClient, Any]) -> None:
+    client, service = walled
+    code = """
+import os
+for group in (-1, -os.getpgid(0), -os.getppid()):
+    try: os.kill(group, 0); print('sent')
+    except OSError as error: print(error.errno)
+"""
+    answer = client.call("python", {"code": code})
+    assert stands(service, "PID namespace") or answer.text == "1\n1\n1"
+    assert client.call("python", {"code": "import os; os.kill(0, 9)"}).status == "error"  # its own group
+    lacks = "python isolation: level process: a call can see names of folders"
+    assert (lacks in service.stderr()) != stands(service, "PID namespace")
 
 
 def test_leftover_processes_end_before_answer(walled: tuple[SandboxClient, Any]) -> None:

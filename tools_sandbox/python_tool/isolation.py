@@ -55,6 +55,7 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
     Raises OSError if this kernel offers no way to end all processes of a call.
     """
     files.forget_other_paths()
+    no_core_handler = _forbid_core_dumps()
     groups, why_no_groups = cgroups.find()  # first, while the machine's files are still visible
     namespaces = _leave_namespaces()
     view = namespaces and _works(lambda: _build_view_apart(folder))
@@ -75,6 +76,7 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
             landlock=version,
             groups=() if groups is None else groups.controllers,
             why_no_groups=why_no_groups,
+            no_core_handler=no_core_handler,
         )
         program = seccomp.program(among_others=not walls.processes) if filters else b""
         isolation = Isolation(walls, groups, program)
@@ -142,7 +144,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
     others = 0 if walls.counts_processes() else _tasks_of_machine() + _OTHER_CALLS * limits.processes
     _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES + others)
     _limit(resource.RLIMIT_FSIZE, limits.file_mb * _MIB)
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
+    for kind in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
         _limit(kind, 0)
     _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
     _limit(resource.RLIMIT_SIGPENDING, _PENDING_SIGNALS)
@@ -168,7 +170,6 @@ def bound_memory(limits: WorkerLimits, held_bytes: int) -> None:
 
     held_bytes: size of the preloaded modules and of a session's state.
     """
-    # The reserve up to the hard limit allows a MemoryError to be reported.
     # The reserve up to the hard limit lets a MemoryError still be reported.
     _limit(resource.RLIMIT_AS, held_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
 
@@ -230,6 +231,18 @@ def _limit(kind: int, value: int, reserve: int = 0) -> None:
     hard = resource.getrlimit(kind)[1]
     soft, top = (bound if hard == resource.RLIM_INFINITY else min(bound, hard) for bound in (value, value + reserve))
     resource.setrlimit(kind, (soft, top))
+
+
+def _forbid_core_dumps() -> bool:
+    """Forbid core dumps of this process and its children. Return whether that includes a handler of the machine.
+
+    At a limit of 0, Linux still starts the handler that /proc/sys/kernel/core_pattern names, as root. At exactly 1 it
+    does not (Linux, fs/coredump.c), and 1 byte is too little for a file.
+    """
+    with suppress(ValueError):  # the machine has set the hard limit to 0
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+        return True
+    return False
 
 
 def _become(uid: int) -> None:

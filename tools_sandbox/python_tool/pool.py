@@ -127,6 +127,8 @@ class PythonPool:
         log.info("python isolation: level %s (at least %s is asked for)", reached, wanted.name.lower())
         for line in walls.report():
             log.info("python isolation: %s", line)
+        if warning := walls.warning():
+            log.warning("python isolation: level %s: %s", reached, warning)
         if ready["threads"] > 1:
             log.warning("python.preload: %d threads run in the process that calls are forked from", ready["threads"])
 

@@ -13,14 +13,15 @@ from tools_sandbox.utils import linux
 
 # Left out because the kernel counts them per user and not per call, so one call could exhaust them for all others and
 # the service: epoll (watches; `worker` makes asyncio use poll), sendmsg and sendmmsg (descriptors in flight).
-# flock is left out too: calls read files of the machine, and a reader can lock them for everyone.
+# flock is left out too: calls read files of the machine, and a reader can lock them for everyone. So is readahead,
+# which fills the machine's page cache without use.
 # Format: name:x86_64:aarch64. An empty number means that the architecture does not have the call.
 _ALLOWED = """
     read:0:63 write:1:64 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66 preadv:295:69 pwritev:296:70
     preadv2:327:286 pwritev2:328:287 open:2: openat:257:56 openat2:437:437 creat:85: close:3:57
     close_range:436:436 lseek:8:62 stat:4: fstat:5:80 lstat:6: newfstatat:262:79 statx:332:291 statfs:137:43
     fstatfs:138:44 access:21: faccessat:269:48 faccessat2:439:439 dup:32:23 dup2:33: dup3:292:24
-    fsync:74:82 fdatasync:75:83 sync_file_range:277:84 fadvise64:221:223 readahead:187:213
+    fsync:74:82 fdatasync:75:83 sync_file_range:277:84
     truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78: getdents64:217:61 getcwd:79:17 chdir:80:49
     fchdir:81:50 rename:82: renameat:264:38 renameat2:316:276 mkdir:83: mkdirat:258:34 rmdir:84: link:86:
     linkat:265:37 unlink:87: unlinkat:263:35 symlink:88: symlinkat:266:36 readlink:89: readlinkat:267:78
@@ -33,7 +34,7 @@ _ALLOWED = """
     timerfd_settime:286:86 timerfd_gettime:287:87 signalfd:282: signalfd4:289:74 nanosleep:35:101
     clock_nanosleep:230:115 pause:34:
 
-    mmap:9:222 munmap:11:215 mremap:25:216 mprotect:10:226 msync:26:227 mincore:27:232 madvise:28:233 brk:12:214
+    munmap:11:215 mremap:25:216 mprotect:10:226 msync:26:227 mincore:27:232 brk:12:214
     mlock:149:228 munlock:150:229 mlock2:325:284 mlockall:151:230 munlockall:152:231 membarrier:324:283
     pkey_alloc:330:289 pkey_free:331:290 pkey_mprotect:329:288 get_mempolicy:239:236
 
@@ -44,7 +45,7 @@ _ALLOWED = """
     sched_getaffinity:204:123 sched_setaffinity:203:122 sched_getparam:143:121 sched_getscheduler:145:120
     sched_getattr:315:275 sched_get_priority_max:146:125 sched_get_priority_min:147:126
     sched_rr_get_interval:148:127 getpriority:140:141 setpriority:141:140 getcpu:309:168 getrlimit:97:163
-    setrlimit:160:164 getrusage:98:165 times:100:153 ioprio_get:252:31
+    getrusage:98:165 times:100:153 ioprio_get:252:31
 
     rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137
     rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 rt_sigsuspend:130:133 sigaltstack:131:132
@@ -55,7 +56,6 @@ _ALLOWED = """
     getgroups:115:158 capget:125:90 uname:63:160 sysinfo:99:179 time:201: gettimeofday:96:169
     clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 
-    sendto:44:206 recvfrom:45:207 recvmsg:47:212 recvmmsg:299:243
     shutdown:48:210 getsockname:51:204 getpeername:52:205 getsockopt:55:209
 """
 _CHECKED = {
@@ -66,7 +66,16 @@ _CHECKED = {
     "prctl": (157, 167),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
+    "setrlimit": (160, 164),
     "prlimit64": (302, 261),
+    "mmap": (9, 222),
+    "madvise": (28, 233),
+    "fadvise64": (221, 223),
+    "sendto": (44, 206),
+    "recvfrom": (45, 207),
+    "recvmsg": (47, 212),
+    "recvmmsg": (299, 243),
+    "kill": (62, 129),
     "setsid": (112, 157),
     "setpgid": (109, 154),
     "setpriority": (141, 140),
@@ -90,6 +99,13 @@ _PRCTL = (1, 2, 3, 15, 16, 21, 23, 30, 38, 39, 40, 0x53564D41)
 # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC, GETPIPE_SZ; GETLK, SETLK, SETLKW, which SQLite needs: an exclusive
 # record lock needs write access to the file.
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032, 5, 6, 7)
+_FADVICE = (0, 1, 2, 5)
+"""NORMAL, RANDOM, SEQUENTIAL, NOREUSE. WILLNEED fills the machine's page cache, DONTNEED evicts it for everyone."""
+_REFUSED_MADVICE = (12, 20, 21)
+"""MERGEABLE shares pages with other processes. COLD and PAGEOUT also evict the page cache of files."""
+_MAP_HUGETLB = 0x40000
+_MSG_OOB = 1
+_RLIMIT_CORE = 4
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
@@ -153,12 +169,24 @@ def _checks() -> dict[str, list[bytes]]:
         "prctl": [_argument(0), *_one_of(_PRCTL), refuse],
         "fcntl": [_argument(1), *_one_of(_FCNTL), _op(_RETURN, _ERRNO | errno.EINVAL)],
         "ioctl": [_argument(1), *_one_of(_IOCTL), _op(_RETURN, _ERRNO | errno.ENOTTY)],
-        # Only limits of the calling process.
+        # `isolation.forbid_core_dumps` needs its limit unchanged.
+        "setrlimit": [_argument(0), _op(_EQUAL, _RLIMIT_CORE, 0, 1), refuse, allow],
+        # Only limits of the calling process. The limit for core dumps can be read: the new limit is a null pointer.
         "prlimit64": [
-            *(_argument(0), _op(_EQUAL, 0, 0, 3)),
-            *(_argument(0, high=True), _op(_EQUAL, 0, 0, 1), allow),
-            refuse,
+            *(_argument(0), _op(_EQUAL, 0, 1, 0), refuse),
+            *(_argument(1), _op(_EQUAL, _RLIMIT_CORE, 1, 0), allow),
+            *(_argument(2), _op(_EQUAL, 0, 1, 0), refuse),
+            *(_argument(2, high=True), _op(_EQUAL, 0, 1, 0), refuse, allow),
         ],
+        # Huge pages are a pool of the machine.
+        "mmap": _without_flag(3, _MAP_HUGETLB),
+        "madvise": [_argument(2), *_one_of(_REFUSED_MADVICE, _ERRNO | errno.EPERM), allow],
+        "fadvise64": [_argument(3), *_one_of(_FADVICE), refuse],
+        # Urgent data of local sockets: rarely used and rarely tested code of the kernel.
+        "sendto": _without_flag(3, _MSG_OOB),
+        "recvfrom": _without_flag(3, _MSG_OOB),
+        "recvmsg": _without_flag(2, _MSG_OOB),
+        "recvmmsg": _without_flag(3, _MSG_OOB),
     }
 
 
@@ -171,6 +199,8 @@ def _checks_among_others() -> dict[str, list[bytes]]:
     return {
         "setsid": nothing_done,
         "setpgid": nothing_done,
+        # Negative numbers are all processes of the user, and groups of processes. The call's own group is 0.
+        "kill": [_argument(0), _op(_GREATER, 0x7FFFFFFF, 0, 1), refuse, allow],
         "setpriority": [
             *(_argument(0), _op(_EQUAL, _PRIO_PROCESS, 0, 3)),
             *(_argument(1), _op(_EQUAL, 0, 0, 1), allow),
@@ -196,8 +226,16 @@ def _returning(test: bytes, value: int) -> list[bytes]:
     return [test, _op(_RETURN, value)]
 
 
-def _one_of(values: tuple[int, ...]) -> list[bytes]:
-    return [part for value in values for part in _returning(_op(_EQUAL, value, 0, 1), _ALLOW)]
+def _one_of(values: tuple[int, ...], result: int = _ALLOW) -> list[bytes]:
+    return [part for value in values for part in _returning(_op(_EQUAL, value, 0, 1), result)]
+
+
+def _without_flag(index: int, flag: int) -> list[bytes]:
+    """Allow a call unless an argument has the flag."""
+    return [
+        *(_argument(index), _op(_AND, flag), _op(_EQUAL, 0, 1, 0)),
+        *(_op(_RETURN, _ERRNO | errno.EPERM), _op(_RETURN, _ALLOW)),
+    ]
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:

@@ -17,6 +17,9 @@ class Level(IntEnum):
     FULL = 3
 
 
+_WITH_CORE_HANDLER = "a crash starts that of /proc/sys/kernel/core_pattern, since the hard limit RLIMIT_CORE is 0"
+
+
 @dataclass(frozen=True, slots=True)
 class Walls:
     """The walls that stand on this machine."""
@@ -39,6 +42,8 @@ class Walls:
     """Control group controllers that bound a call as a whole: "memory", "pids", "cpu"."""
     why_no_groups: str
     """Why controllers are missing."""
+    no_core_handler: bool
+    """A crash does not start the machine's core handler."""
 
     def counts_processes(self) -> bool:
         """Return whether RLIMIT_NPROC counts only the call's processes."""
@@ -73,6 +78,7 @@ class Walls:
                 f"{' and '.join(missing)} of a call as a whole: watched, not enforced ({self.why_no_groups})",
             ),
             ("process count", counted, "bounded for each call", "looked at 20 times a second, no bound of its own"),
+            ("core handler", self.no_core_handler, "a crash starts none", _WITH_CORE_HANDLER),
             ("resource limits", True, "CPU, memory, file size, descriptors of each process", ""),
         ]
         return [f"{name}: {f'yes ({gives})' if stands else f'NO ({loss})'}" for name, stands, gives, loss in lines]
@@ -80,6 +86,17 @@ class Walls:
     def describe(self) -> str:
         """Return level and report in one line."""
         return f"level {self.level().name.lower()}; {'; '.join(self.report())}"
+
+    def warning(self) -> str:
+        """Return which protection of level `contained` is missing at a lower level, or ""."""
+        if self.level() >= Level.CONTAINED:
+            return ""
+        if self.level() == Level.LIMITS:
+            return "a call can read and do everything that the service's user can"
+        seen = "a call can see names of folders, process numbers, the host name and the load of the machine"
+        if self.own_uid or self.landlock >= landlock.SIGNALS_ABI:
+            return seen
+        return f"{seen}, and signal any process of the service's user by its number (needs Linux 6.12)"
 
     def missing_for(self, level: Level) -> str:
         """Return the mechanisms that this machine lacks for a level, or ""."""

@@ -31,6 +31,9 @@ def main(control: socket.socket, root: str, preload: list[str], limits: dict[str
     the `WorkerLimits` of the calls. Returns when the service has closed its end of the control socket, or has died.
     """
     linux.name_process("python-zygote")
+    # Init and supervisors inherit it. Otherwise a call that can signal them could make its own run look like a failure
+    # of the sandbox, which is repeated.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Opened now, since this process may lose its view of the machine's folders.
     parent_folder = os.open(Path(root).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     isolation = None

@@ -107,6 +107,7 @@ RAW = {  # target -> name, number on x86_64, arguments
         ("syslog", 103, "3, 0, 0"),
         ("quotactl", 179, "0, 0, 0, 0"),
         ("iopl", 172, "3"),
+        ("setrlimit of core dumps", 160, "4, ctypes.create_string_buffer(16)"),
         ("personality", 135, "0x0040000"),
     ],
     "shared between calls": [
@@ -114,6 +115,12 @@ RAW = {  # target -> name, number on x86_64, arguments
         ("msgget", 68, "0, 0o1600"),
         ("semget", 64, "0, 1, 0o1600"),
         ("mq_open", 240, "b'x', 0o102, 0o600, 0"),
+        ("readahead", 187, "0, 0, 4096"),
+    ],
+    "huge pages": [
+        ("mmap", 9, "0, 2 << 20, 3, 0x40022, -1, 0"),
+        ("memfd_create", 319, "b'x', 4"),
+        ("shmget", 29, "0, 2 << 20, 0o5600"),
     ],
     "sockets": [
         ("socket", 41, "2, 1, 0"),
