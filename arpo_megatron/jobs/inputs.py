@@ -72,7 +72,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
         raise UserError(f"model.path={directory}: cannot load its tokenizer: {reason}") from None
     if not tokenizer.encode("a", add_special_tokens=False):  # transformers loads an empty one if files are missing
         raise UserError(f"model.path={directory}: its tokenizer is empty: is tokenizer.json missing?")
-    return tokenizer  # type: ignore[no-any-return]  # any kind has the methods of a fast one
+    return tokenizer
 
 
 def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobData:

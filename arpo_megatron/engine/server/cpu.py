@@ -96,7 +96,7 @@ def _disable_image_processors() -> None:
     import transformers
 
     processor = type("AutoImageProcessor", (), {"register": staticmethod(lambda *_args, **_kwargs: None)})
-    transformers.AutoImageProcessor = processor  # type: ignore[misc, assignment]  # a stub
+    transformers.AutoImageProcessor = processor
 
 
 def _raises(name: str, purpose: str) -> Callable[..., NoReturn]:
