@@ -12,6 +12,7 @@ from arpo_megatron.cli.cluster import app as cluster
 from arpo_megatron.cli.evaluation import app as evaluation
 from arpo_megatron.cli.options import ConfigFile, Overrides, Recipe
 from arpo_megatron.cli.study import app as study
+from arpo_megatron.cli.view import app as view
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.config.yaml import yaml_text
@@ -31,6 +32,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(cluster)
 app.add_typer(evaluation)
 app.add_typer(study, name="study")
+app.add_typer(view)
 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the newest run of this config from its last step.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, then stop.")]

@@ -177,6 +177,7 @@ def _phases(
     else:
         run_training_phases(config, run, supervisor, progress, poll, backend)
     progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
+    progress.note(f"to see this run: arpo view {run.path}")
 
 
 def _wait_for_old_kills(backend: SlurmBackend, supervisor: Supervisor, progress: Progress) -> None:

@@ -1,9 +1,10 @@
 """The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def open_run(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
             yield run
         finally:
             run.remove_partial()
+            with suppress(OSError):  # the output may be a file on a full disk
+                print(f"to see this run: arpo view {run.path}", file=sys.stderr, flush=True)
 
 
 @contextmanager

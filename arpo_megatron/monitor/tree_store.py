@@ -6,22 +6,31 @@ checksums, so a damaged file is detected.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.tree import RolloutTree, Segment, stored_routes
+from arpo_megatron.tree import Role, RolloutTree, Segment, stored_routes
 from arpo_megatron.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 Decode = Callable[[Sequence[int]], str]
 _ROWS_PER_GROUP = 16  # bounds the memory of a reader that wants a few trees
+_SUMMARY = ("step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped")
+_DERIVED = ("text", "trainer_logprobs")
+"""Fields of a stored segment that a `Segment` does not have."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 
 
@@ -39,6 +48,22 @@ class StoredTree:
     def complete(self) -> bool:
         """Whether all its trajectories have ended, so that each has a reward."""
         return len(self.rewards) == len(self.tree.leaves())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTree:
+    """The values that the trainer computed for a tree before the updates of its step."""
+
+    advantages: NDArray[np.float64]
+    """float64[leaves], or float64[leaves, segments] if the segments of a trajectory differ."""
+    logprobs: NDArray[np.float64]
+    """float64[tokens] in segment-index order: the trainer's log-probs in nats of what the engine sampled, under the
+    policy that the step began with; NaN outside MODEL tokens."""
+
+
+def held_out_file(run: RunDirectory, step: int) -> Path:
+    """Return the path of the file with the trajectories of the held-out tasks after a step."""
+    return run.held_out / f"step_{step:06d}.parquet"
 
 
 def step_file(run: RunDirectory, step: int) -> Path:
@@ -65,10 +90,12 @@ class TreeLog:
     """Receives one line, at the first failure."""
     _failed: bool = field(default=False, init=False)
 
-    def store(self, step: int, scored: Sequence[ScoredTree], decode: Decode) -> int:
-        """Write a step's trees. Return the number of trees that could not be written."""
+    def store(
+        self, step: int, scored: Sequence[ScoredTree], decode: Decode, trained: Sequence[TrainedTree] = ()
+    ) -> int:
+        """Write a step's trees, as `write_trees` does. Return the number of trees that could not be written."""
         try:
-            write_trees(step_file(self.run, step), step, scored, decode)
+            write_trees(step_file(self.run, step), step, scored, decode, trained)
         except OSError as error:
             if not self._failed:
                 self.log(
@@ -80,12 +107,26 @@ class TreeLog:
         return 0
 
 
-def write_trees(path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode) -> None:
-    """Write a step's trees in the format of docs/run-directory.md. Raises OSError and leaves nothing then."""
+def write_trees(
+    path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode, trained: Sequence[TrainedTree] = ()
+) -> None:
+    """Write a step's trees in the format of docs/run-directory.md.
+
+    Args:
+        path: the file.
+        step: number of the step, from 1.
+        scored: its trees.
+        decode: token ids -> text.
+        trained: values of the first trees; the others were not trained.
+
+    Raises:
+        OSError: the disk refuses the file; none is left.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([_row(step, item, decode) for item in scored], schema=_schema())
+    rows = [_row(step, item, decode, own) for item, own in zip_longest(scored, trained)]
+    table = pa.Table.from_pylist(rows, schema=_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, durable=True) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
@@ -95,7 +136,7 @@ def read_trees(path: Path) -> list[StoredTree]:
     """Read a file of `write_trees`. Raises UserError, with the row, if the file is missing or damaged."""
     columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "segments"]
     found = []
-    for number, row in enumerate(_read(path, columns)):
+    for number, row in enumerate(read_summaries(path, columns)):
         try:
             found.append(_stored(row))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -103,27 +144,62 @@ def read_trees(path: Path) -> list[StoredTree]:
     return found
 
 
-def read_summaries(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a tree file without their segments. Raises UserError like `read_trees`."""
-    columns = ["step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens"]
-    columns += ["grow_seconds", "dropped"]
-    return _read(path, columns)
+def read_summaries(path: Path, columns: Sequence[str] = _SUMMARY) -> list[dict[str, Any]]:
+    """Read some columns of a tree file: by default all that summarize a tree without its segments.
+
+    Args:
+        path: a file of `write_trees`.
+        columns: their names; `segments.list.element.NAME` is one field of the segments.
+
+    Raises:
+        UserError: as `read_trees` does.
+    """
+    with _open(path) as file:
+        return _rows(file.read(columns=list(columns)), columns)
 
 
-def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def read_row(path: Path, number: int) -> dict[str, Any]:
+    """Read the row of one tree (from 0) with all its columns but the routes; other trees of the file are not decoded.
+
+    Raises:
+        UserError: as `read_trees` does, or the file has no such tree.
+    """
+    with _open(path) as file:
+        schema = _schema()
+        parts = [f"segments.list.element.{part.name}" for part in schema.field("segments").type.value_type]
+        columns = [*(name for name in schema.names if name != "segments"), *parts]
+        columns.remove("segments.list.element.routes")
+        if not 0 <= number < file.metadata.num_rows:
+            raise UserError(f"{path} has no tree {number}: it has trees 0 to {file.metadata.num_rows - 1}")
+        group, first = 0, 0
+        while number >= first + file.metadata.row_group(group).num_rows:
+            group, first = group + 1, first + file.metadata.row_group(group).num_rows
+        return _rows(file.read_row_group(group, columns=columns).slice(number - first, 1), columns)[0]
+
+
+@contextmanager
+def _open(path: Path) -> "Iterator[pq.ParquetFile]":
+    """Yield an open file of trees. Whatever fails while it is read is raised as a UserError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, columns=list(columns), partitioning=None, page_checksum_verification=True)
-        if table.column_names != list(columns):
-            raise ValueError(f"it has no {', '.join(sorted(set(columns) - set(table.column_names)))}")
-        rows: list[dict[str, Any]] = table.to_pylist()
-        return rows
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
     except FileNotFoundError:
         raise UserError(f"no trees at {path}") from None
     except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, error) from None
+
+
+def _rows(table: "pa.Table", columns: Sequence[str]) -> list[dict[str, Any]]:
+    missing = {name.partition(".")[0] for name in columns} - set(table.column_names)
+    if not missing and (parts := {name.split(".")[3] for name in columns if name.startswith("segments.")}):
+        missing = parts - {part.name for part in table.schema.field("segments").type.value_type}
+    if missing:
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 def _damaged(path: Path, error: Exception, where: str = "") -> UserError:
@@ -145,6 +221,7 @@ def _schema() -> "pa.Schema":
             "text": text,
             "token_ids": pa.list_(number),
             "logprobs": pa.list_(pa.float32()),
+            "trainer_logprobs": pa.list_(pa.float32()),
             "entropies": pa.list_(pa.float32()),
             "policy_version": number,
             "finish": text,
@@ -167,6 +244,9 @@ def _schema() -> "pa.Schema":
             "accuracies": pa.list_(pa.float64()),
             "format_ok": pa.list_(pa.bool_()),
             "terms": pa.list_(pa.struct({"name": text, "values": pa.list_(pa.float64())})),
+            "answers": pa.list_(text),
+            "format_faults": pa.list_(text),
+            "advantages": pa.list_(pa.list_(pa.float64())),
             "forks": number,
             "unique_tokens": number,
             "flat_tokens": number,
@@ -177,8 +257,11 @@ def _schema() -> "pa.Schema":
     )
 
 
-def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
+def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | None) -> dict[str, Any]:
     tree, task = item.tree, item.task
+    ends = np.cumsum([len(segment) for segment in tree.segments])
+    logprobs = [None] * len(ends) if trained is None else np.split(trained.logprobs, ends[:-1])
+    advantages = [] if trained is None else list(trained.advantages.reshape(len(trained.advantages), -1))
     return {
         "step": step,
         "task_id": task.id,
@@ -192,16 +275,19 @@ def _row(step: int, item: ScoredTree, decode: Decode) -> dict[str, Any]:
         "accuracies": item.accuracies,
         "format_ok": item.format_ok,
         "terms": [{"name": name, "values": values} for name, values in item.terms.items()],
+        "answers": item.answers,
+        "format_faults": item.format_faults,
+        "advantages": advantages,
         "forks": tree.forks,
         "unique_tokens": tree.unique_tokens,
         "flat_tokens": tree.flat_tokens,
         "dropped": item.dropped,
         "replayed": item.replayed,
-        "segments": [_segment(segment, decode) for segment in tree.segments],
+        "segments": [_segment(segment, decode, own) for segment, own in zip(tree.segments, logprobs, strict=True)],
     }
 
 
-def _segment(segment: Segment, decode: Decode) -> dict[str, Any]:
+def _segment(segment: Segment, decode: Decode, trainer_logprobs: NDArray[np.float64] | None) -> dict[str, Any]:
     branch, tool = segment.branch, segment.tool
     return {
         "role": segment.role.value,
@@ -209,6 +295,7 @@ def _segment(segment: Segment, decode: Decode) -> dict[str, Any]:
         "text": decode(segment.token_ids.tolist()),
         "token_ids": segment.token_ids,
         "logprobs": segment.logprobs,
+        "trainer_logprobs": trainer_logprobs if segment.role is Role.MODEL else None,
         "entropies": segment.entropies,
         "policy_version": segment.policy_version,
         "finish": segment.finish and segment.finish.value,
@@ -230,7 +317,7 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
     for index, stored in enumerate(row["segments"]):
         if stored is None:
             raise ValueError(f"segment {index} is null")
-        fields = {name: value for name, value in stored.items() if value is not None and name != "text"}
+        fields = {name: value for name, value in stored.items() if value is not None and name not in _DERIVED}
         if "tool" in fields:
             fields["tool"] = fields["tool"] | {"arguments": json.loads(fields["tool"]["arguments"])}
         segments.append(fields)

@@ -1,6 +1,6 @@
 """A finished tree with the scores of its leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,10 @@ class ScoredTree:
     """Number of its trajectories that come from a replay buffer (`algorithm.replay`); they are the last ones."""
     terms: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Terms of the rewards by name: float64[leaves], NaN if a leaf has no such term."""
+    answers: Sequence[str | None] = ()
+    """The answer that was read from each leaf; None: it has none."""
+    format_faults: Sequence[str] = ()
+    """How each leaf breaks the tag protocol; "" if it does not."""
     advantages: NDArray[np.float64] | None = None
     """float64[leaves], set by a replay buffer; None: the step's estimator computes them."""
 

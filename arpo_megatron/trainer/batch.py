@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.actor import Actor, Scores
 from arpo_megatron.algorithms.base import BatchValue, Group, LossBatch, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
 from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, check_advantages, leaf_weights, tree_credits
@@ -20,6 +20,7 @@ from arpo_megatron.algorithms.importance import trajectory_weights
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.monitor.tree_store import TrainedTree
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_batch, replace_credits, split_by_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -82,6 +83,22 @@ def add_reference_logprobs(actor: Actor, batches: Sequence[Batch]) -> list[Batch
     if logprobs is None:
         return list(batches)
     return [replace(batch, reference_logprobs=own) for batch, own in zip(batches, logprobs, strict=True)]
+
+
+def trained_trees(batches: Sequence[Batch], scores: Sequence[Scores]) -> list[TrainedTree]:
+    """Return advantages and log-probs of the step's trees, in their order, for the stored trees; rank 0 only.
+
+    Args:
+        batches: from `build_batches`.
+        scores: of their packs under the policy that the step began with.
+    """
+    return [
+        TrainedTree(advantages, logprobs)
+        for batch, own in zip(batches, scores, strict=True)
+        for advantages, logprobs in zip(
+            batch.advantages, split_by_tree(batch.packs, own.logprobs, batch.trees), strict=True
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.engine.wire.buckets import Bucket
 from arpo_megatron.hardware.placement import placement
-from arpo_megatron.monitor.tree_store import TreeLog
+from arpo_megatron.monitor.tree_store import TrainedTree, TreeLog, held_out_file, write_trees
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -161,6 +161,10 @@ class Controller:
             self.session.note(f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}")
         by_id = {task.id: task for task in tasks}
         scored = self.scorer.score(report.trees, [by_id[tree.task_id] for tree in report.trees], step=step)
+        try:
+            write_trees(held_out_file(self.session.directory, step), step, scored, self.decode)
+        except OSError as error:
+            self.session.note(f"the held-out trajectories of step {step} are not stored: {error}")
         return HeldOutResult.from_trees(tasks, scored, self.session.config.reward.success_threshold)
 
     def lend_memory(self) -> None:
@@ -197,12 +201,20 @@ class Controller:
         """Let the trees continue with policy `version`, which has been pushed."""
         self.collector.after_push(version)
 
-    def finish_step(self, trained: Sequence[ScoredTree], totals: dict[str, float]) -> dict[str, Any]:
-        """End the step: store its trees, add its counters to `totals`, and return its rollout metrics."""
+    def finish_step(
+        self, trained: Sequence[ScoredTree], values: Sequence[TrainedTree], totals: dict[str, float]
+    ) -> dict[str, Any]:
+        """End the step: store its trees, add its counters to `totals`, and return its rollout metrics.
+
+        Args:
+            trained: the trees of the step.
+            values: what the trainer computed for each of them.
+            totals: sums over all steps.
+        """
         step = self.collector.done()
         for name, value in rollout_counters(step).items():
             totals[name] = totals.get(name, 0) + value
-        missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode)
+        missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode, values)
         totals["trees_not_stored"] = int(totals.get("trees_not_stored", 0)) + missing
         judge, replay = self.reward.judge, self.collector.replay
         return {

@@ -33,6 +33,7 @@ from arpo_megatron.trainer.batch import (
     broadcast_batches,
     build_batches,
     finish_credit,
+    trained_trees,
 )
 from arpo_megatron.trainer.controller import Controller, ControllerState
 from arpo_megatron.trainer.held_out import evaluation_due
@@ -224,7 +225,7 @@ class TrainingRun:
         if self.controller is not None and session.metrics is not None:
             row = {
                 "step": self.step,
-                **self.controller.finish_step(trees, self.state.totals),
+                **self.controller.finish_step(trees, trained_trees(batches, old_scores), self.state.totals),
                 "logprob_gap": gap,
                 **pack_metrics(batches, self.actor.spec, config),
                 **update_metrics(updates),
@@ -277,7 +278,9 @@ class TrainingRun:
             export_hf(self.actor.chunks, self.actor.spec, session.start, directory.export)
         if self.controller is not None:
             with explain_disk_errors(directory.result, otherwise):
-                write_json(directory.result, asdict(self.state))
+                result = asdict(self.state)
+                del result["selector"]  # the order of the tasks is no result
+                write_json(directory.result, result)
             directory.step_journal.unlink(missing_ok=True)
 
     def _with_engines(self, work: Callable[[], T] | None) -> T | None:

@@ -42,6 +42,8 @@ def _scored_tree(task: Task, tree: RolloutTree, scores: Sequence[Score]) -> Scor
         accuracies=np.array([score.accuracy for score in scores]),
         format_ok=np.array([score.format_ok for score in scores]),
         terms=_terms_by_name(scores),
+        answers=[score.answer for score in scores],
+        format_faults=[score.reason for score in scores],
     )
 
 

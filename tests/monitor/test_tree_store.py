@@ -181,7 +181,7 @@ def test_trees_that_a_full_disk_refuses_are_counted_and_leave_no_file(run: RunDi
     log = TreeLog(run, lines.append)
     many = [scored(grown(number, long=300)) for number in range(9)]
     run.trees.mkdir(parents=True)
-    with small_disk(run.trees, 2**15, kind) as full:
+    with small_disk(run.trees, 3 * 2**14, kind) as full:
         assert log.store(1, [scored(grown())], decode) == 0
         assert [log.store(step, many, decode) for step in (2, 3)] == [9, 9]
         assert [path.name for path in run.trees.iterdir()] == ["step_000001.parquet"]  # the room is free again

@@ -115,12 +115,12 @@ def test_step_continues_if_its_trees_cannot_be_stored(tmp_path: Path, monkeypatc
     scored = [ScoredTree(Task("task", (), "1", "math", "?"), RolloutTree("task", [1]), nothing, nothing, nothing > 1)]
     directory.trees.write_text("a file where the directory should be")
     for trees, missing in ((scored * 3, 3), (scored, 4)):
-        assert Controller.finish_step(controller, trees, totals)["trees_not_stored"] == missing
+        assert Controller.finish_step(controller, trees, [], totals)["trees_not_stored"] == missing
         assert totals["trees_not_stored"] == missing
     assert len(notes) == 1
     assert "the trees of step 4 are not stored" in notes[0]
     directory.trees.unlink()
-    assert Controller.finish_step(controller, scored, totals)["trees_not_stored"] == 4
+    assert Controller.finish_step(controller, scored, [], totals)["trees_not_stored"] == 4
     assert stored_steps(directory) == [6]
 
 

@@ -109,4 +109,6 @@ def replace_trajectory(item: ScoredTree, row: int, stored: StoredTrajectory) -> 
         format_ok=column(item.format_ok, stored.format_ok).astype(bool),
         replayed=item.replayed + 1,
         terms={name: column(values, np.nan) for name, values in item.terms.items()},
+        answers=[*(item.answers[place] for place in order), None] if item.answers else (),
+        format_faults=[*(item.format_faults[place] for place in order), ""] if item.format_faults else (),
     )

@@ -1,0 +1,268 @@
+"""Advice on a run: metrics that often mean trouble, each with its value and the page of the docs that helps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from arpo_megatron.view.runs import Row
+
+_WINDOW = 5
+"""Steps over which a metric is averaged, so that one unlucky step gives no advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One remark on a run."""
+
+    title: str
+    detail: str
+    """The evidence, with numbers."""
+    remedy: str
+    metric: str
+    page: str
+    """Page of the documentation."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def advice(metrics: Sequence[Row], held_out: Sequence[Row], trees: Sequence[Row], config: Row) -> list[Advice]:
+    """Return the remarks that apply to a run.
+
+    Args:
+        metrics: rows of metrics.jsonl.
+        held_out: results of the evaluations, ascending by step.
+        trees: summaries of the trees of the newest step (`tree_page.step_trees`).
+        config: config values by dotted key.
+    """
+    found = [rule(metrics, config) for rule in _RULES] if len(metrics) >= 3 else []
+    others = [_held_out_fell(held_out), _slow_tools(trees), _failing_tools(trees)]
+    return [each for each in [*found, *others] if each is not None]
+
+
+def _recent(metrics: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in metrics[-_WINDOW:] if row.get(name) is not None]
+    return fmean(values) if values else None
+
+
+def _first(metrics: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in metrics[:_WINDOW] if row.get(name) is not None]
+    return median(values) if values else None
+
+
+def _sum(metrics: Sequence[Row], name: str) -> float:
+    return sum(row.get(name) or 0 for row in metrics[-_WINDOW:])
+
+
+def _entropy_collapse(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    before, now = _first(metrics, "entropy_mean"), _recent(metrics, "entropy_mean")
+    if before is None or now is None or len(metrics) < 2 * _WINDOW or now > 0.3 * before:
+        return None
+    return Advice(
+        "The policy has become nearly deterministic",
+        f"mean entropy fell from {before:.3g} to {now:.3g} nats, so trajectories of a task differ less and less",
+        "raise algorithm.clip_high or algorithm.entropy_coefficient, or lower optimizer.lr",
+        "entropy_mean",
+        "docs/training.md",
+    )
+
+
+def _no_signal(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    trees = _sum(metrics, "trees")
+    without = _sum(metrics, "groups_without_signal") + _sum(metrics, "dropped/no_signal")
+    if not trees or without / trees <= 0.5:
+        return None
+    return Advice(
+        "Most tasks teach nothing",
+        f"in {without / trees:.0%} of the recent trees all trajectories have the same reward",
+        "choose tasks by difficulty (algorithm.selector), or replace such trees (algorithm.drop_groups_without_signal)",
+        "groups_without_signal",
+        "docs/algorithms.md",
+    )
+
+
+def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    before, now = _first(metrics, "logprob_gap"), _recent(metrics, "logprob_gap")
+    if now is None or now < 0.1 or (before is not None and now < 2 * before):
+        return None
+    return Advice(
+        "Trainer and engine disagree more than before",
+        f"the largest log-prob gap is {now:.2g} nats; at the start it was {before or 0:.2g}",
+        "compare dtypes and kernels of trainer and engine, and limit the effect with "
+        "algorithm.trajectory_weight_limit=2",
+        "logprob_gap",
+        "docs/engines-and-weights.md",
+    )
+
+
+def _shares(metrics: Sequence[Row]) -> tuple[float, float]:
+    """Return seconds of the rollout and of the whole step, summed over the window."""
+    names = {name for row in metrics[-_WINDOW:] for name in row if name.startswith("seconds/")}
+    return _sum(metrics, "seconds/rollout"), sum(_sum(metrics, name) for name in names)
+
+
+def _engine_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
+    rollout, total = _shares(metrics)
+    if config.get("rollout.max_staleness") or not total or rollout / total >= 0.4:
+        return None
+    return Advice(
+        "The engines are idle most of the time",
+        f"the rollout takes {rollout / total:.0%} of a step; for the rest the engines wait for the trainer",
+        "let trees grow while the trainer works (rollout.max_staleness=1), or give the trainer more GPUs",
+        "seconds/rollout",
+        "docs/rollouts.md",
+    )
+
+
+def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    rollout, total = _shares(metrics)
+    if not total or rollout / total <= 0.85:
+        return None
+    return Advice(
+        "The trainer waits for the rollout most of the time",
+        f"the rollout takes {rollout / total:.0%} of a step",
+        "add engines (engine.replicas), or let trees grow while the trainer works (rollout.max_staleness=1)",
+        "seconds/rollout",
+        "docs/rollouts.md",
+    )
+
+
+def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    failed, trees = _sum(metrics, "dropped/failed"), _sum(metrics, "trees")
+    if not failed or failed / (trees + failed) <= 0.05:
+        return None
+    return Advice(
+        "Many trees could not be finished",
+        f"{failed:.0f} of the last {trees + failed:.0f} trees failed",
+        "read the notes below and the logs of engine and sandbox for the cause",
+        "dropped/failed",
+        "docs/rollouts.md",
+    )
+
+
+def _stale_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    stale, trees = _sum(metrics, "dropped/stale"), _sum(metrics, "trees")
+    if not stale or stale / (trees + stale) <= 0.05:
+        return None
+    return Advice(
+        "Many trees were too old to train",
+        f"{stale:.0f} of the last {trees + stale:.0f} trees exceeded rollout.max_staleness",
+        "raise rollout.max_staleness, or set tool time limits so that no tree grows for several steps",
+        "dropped/stale",
+        "docs/rollouts.md",
+    )
+
+
+def _cache_misses(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    cached, predicted = _recent(metrics, "cached_prompt_share"), _recent(metrics, "predicted_cached_share")
+    if cached is None or predicted is None or cached >= predicted - 0.1:
+        return None
+    return Advice(
+        "The engines compute shared prefixes again",
+        f"{cached:.0%} of the prompt tokens came from the cache; the shape of the trees predicts {predicted:.0%}",
+        "give the engine's cache more memory (engine.memory_fraction), or let fewer trees grow at once",
+        "cached_prompt_share",
+        "docs/engines-and-weights.md",
+    )
+
+
+def _repeated_requests(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    repeated, calls = _sum(metrics, "requests_repeated"), _sum(metrics, "tool_calls_executed")
+    if repeated < 10 or repeated <= 0.05 * (calls + _sum(metrics, "trajectories")):
+        return None
+    return Advice(
+        "Services fail and their work is repeated",
+        f"{repeated:.0f} generations and tool calls were repeated in the last {_WINDOW} steps",
+        "see the restarts below; arpo health RUN_DIR names the log of each service",
+        "requests_repeated",
+        "docs/engines-and-weights.md",
+    )
+
+
+def _skipped_updates(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    skipped = _sum(metrics, "updates_skipped")
+    if not skipped:
+        return None
+    return Advice(
+        "Updates were skipped",
+        f"loss or gradient of {skipped:.0f} recent updates was not finite",
+        "arpo replay-pack RUN_DIR/skipped_updates/FILE shows which quantity is not finite",
+        "updates_skipped",
+        "docs/training.md",
+    )
+
+
+def _trees_not_stored(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    lost = metrics[-1].get("trees_not_stored") or 0
+    if not lost:
+        return None
+    return Advice(
+        "Trees are missing from this page",
+        f"the disk refused {lost:.0f} trees",
+        "free space on the disk of the run directory",
+        "trees_not_stored",
+        "docs/run-directory.md",
+    )
+
+
+def _held_out_fell(held_out: Sequence[Row]) -> Advice | None:
+    if len(held_out) < 2:
+        return None
+    best, last = max(held_out, key=lambda row: float(row["success"])), held_out[-1]
+    tasks = max(1, len(last.get("solved", ())))
+    noise = 2 * (0.25 / tasks) ** 0.5  # two standard errors of a share, at most
+    if best["success"] - last["success"] <= noise:
+        return None
+    return Advice(
+        "Held-out success has fallen",
+        f"{best['success']:.1%} after step {best['step']}, {last['success']:.1%} after step {last['step']}",
+        f"arpo export RUN_DIR --step N converts an older checkpoint; the best is near step {best['step']}",
+        "held_out_success",
+        "docs/training.md",
+    )
+
+
+def _slow_tools(trees: Sequence[Row]) -> Advice | None:
+    calls = sum(sum(row["tools"].values()) for row in trees)
+    seconds, grown = sum(row["tool_seconds"] for row in trees), sum(row["seconds"] * row["leaves"] for row in trees)
+    if not calls or seconds / calls < 2 or seconds / max(grown, 1e-9) < 0.3:
+        return None
+    return Advice(
+        "Tools are slow",
+        f"a call of the newest step took {seconds / calls:.1f} s on average, {seconds / grown:.0%} of the time in "
+        "which trajectories grew",
+        "arpo bench sandbox measures the tool service; more workers or a shorter time limit help",
+        "grow_seconds",
+        "docs/tools.md",
+    )
+
+
+def _failing_tools(trees: Sequence[Row]) -> Advice | None:
+    calls = sum(sum(row["tools"].values()) for row in trees)
+    failed = calls - sum(row["tools"].get("ok", 0) for row in trees)
+    if calls < 10 or failed / calls <= 0.5:
+        return None
+    return Advice(
+        "Most tool calls fail",
+        f"{failed} of {calls} calls of the newest step ended in an error, a timeout or a refusal",
+        "open a tree with tool errors below: its cards show arguments and answers",
+        "tool status",
+        "docs/tools.md",
+    )
+
+
+_RULES: tuple[Callable[[Sequence[Row], Row], Advice | None], ...] = (
+    _entropy_collapse,
+    _no_signal,
+    _gap_grows,
+    _engine_idle,
+    _trainer_idle,
+    _failed_trees,
+    _stale_trees,
+    _cache_misses,
+    _repeated_requests,
+    _skipped_updates,
+    _trees_not_stored,
+)

@@ -1,0 +1,79 @@
+"""`arpo view RUN_DIR --html FILE`: the pages of some runs as one HTML file that loads nothing."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.utils.atomic import atomic_write
+from arpo_megatron.view.pages import Pages, to_json
+from arpo_megatron.view.runs import Row
+from arpo_megatron.view.static_files import single_page
+
+
+def write_html(pages: Pages, path: Path, *, trees: int) -> int:
+    """Write the pages as one file; at any moment the file is the old or the new one.
+
+    Args:
+        pages: the runs.
+        path: the file.
+        trees: most trees per run; the page says how many were left out.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        UserError: a file of a run is damaged, or `path` cannot be written.
+    """
+    answers: dict[str, Any] = {}
+    left_out = 0
+    for name in pages.runs:
+        page = pages.answer(name)
+        stored = list(_summaries(pages, name, page))
+        chosen = _choose(stored, trees)
+        left_out += len(stored) - len(chosen)
+        steps = dict.fromkeys(step for step, _ in chosen)
+        for step in steps:
+            answers[_key(name, "trees", str(step))] = [row for at, row in chosen if at == step]
+        for step, row in chosen:
+            address = (name, "trees", str(step), str(row["number"]))
+            answers[_key(*address)] = pages.answer(*address)
+        answers[_key(name)] = {**page, "path": name, "tree_steps": list(steps), "held_out_tree_steps": []}
+        answers[_key(name, "roles")] = []
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    answers[_key()] = {"runs": list(pages.runs), "export": {"made": made, "trees_left_out": left_out}}
+    text = single_page(to_json(answers))
+    try:
+        with atomic_write(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    return len(text.encode())
+
+
+def _key(*address: str) -> str:
+    return "/".join(address)
+
+
+def _summaries(pages: Pages, name: str, page: Row) -> Iterator[tuple[int, Row]]:
+    """Yield step and summary of every stored tree of training."""
+    for step in page["tree_steps"]:
+        for row in pages.answer(name, "trees", str(step)):
+            yield step, row
+
+
+def _choose(stored: list[tuple[int, Row]], most: int) -> list[tuple[int, Row]]:
+    """Return at most `most` trees of the first, the middle and the last stored step, mixed rewards first."""
+    steps = list(dict.fromkeys(step for step, _ in stored))
+    wanted = list(dict.fromkeys([*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]]))
+    chosen: list[tuple[int, Row]] = []
+    for place, step in enumerate(wanted):
+        of_step = sorted((each for each in stored if each[0] == step), key=_interest)
+        chosen += of_step[: (most - len(chosen)) // (len(wanted) - place)]
+    return sorted(chosen, key=lambda each: (each[0], each[1]["number"]))
+
+
+def _interest(item: tuple[int, Row]) -> tuple[bool, int, int]:
+    _, row = item
+    return (len(set(row["rewards"])) < 2, -int(row["forks"]), row["number"])

@@ -1,0 +1,216 @@
+"""The data of a run's page: state, curves, restarts, held-out tasks and advice, as JSON values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from arpo_megatron.config.yaml import read_yaml
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.health import read_health
+from arpo_megatron.monitor.progress import STEP_PHASES
+from arpo_megatron.view.advice import advice
+from arpo_megatron.view.runs import FileCache, Row, is_locked, read_object, read_rows
+from arpo_megatron.view.tree_page import held_out_steps, step_trees, train_steps
+
+_EVENTS_SHOWN = 200
+_CHANGES_SHOWN = 500
+_SILENT_S = 120.0
+"""A run on another machine, whose lock cannot be seen, counts as running if its last event is younger."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the page reads from a run directory."""
+
+    config: Row
+    """Values by dotted key."""
+    events: list[Row]
+    metrics: list[Row]
+    held_out: list[Row]
+    """One per evaluation, ascending by step."""
+
+
+def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
+    """Return everything that the page of a run shows, except its trees and its services.
+
+    Args:
+        run: the run.
+        cache: keeps unchanged files.
+        now: the time in seconds since the epoch.
+    """
+    files = _read(run, cache)
+    steps = int(files.config.get("train.steps") or 0)
+    step = int(files.metrics[-1]["step"]) if files.metrics else 0
+    state = _state(run, files.events, steps, now)
+    trees = train_steps(run)
+    newest = step_trees(run, str(trees[-1]), cache) if trees else []
+    return {
+        "path": str(run.path),
+        "recipe": files.config.get("name"),
+        "method": files.config.get("algorithm.name"),
+        "model": _model(run, files.config),
+        "seed": files.config.get("seed"),
+        "state": state,
+        "step": step,
+        "steps": steps,
+        "eta_s": _eta(files.metrics, steps - step) if state == "running" else None,
+        "phase": _phase(files.events) if state == "running" else None,
+        "began": files.events[0]["time"] if files.events else None,
+        "last_event": _last_event(files.events),
+        "metrics": _with_times(columns(files.metrics), files.events),
+        "sft": columns(cache.get(run.path / "sft_metrics.jsonl", read_rows)),
+        "evaluations": [_evaluation(row) for row in files.held_out],
+        "held_out_changes": _changes(files.held_out),
+        "restarts": _restarts(files.events),
+        "events": [_shown(event) for event in files.events if _is_shown(event)][-_EVENTS_SHOWN:],
+        "advice": [each.to_dict() for each in advice(files.metrics, files.held_out, newest, files.config)],
+        "config": files.config,
+        "tree_steps": trees,
+        "held_out_tree_steps": held_out_steps(run),
+    }
+
+
+def roles(run: RunDirectory) -> list[Row]:
+    """Return the health of the job's services on this machine; [] if none run."""
+    try:
+        health = read_health(run)
+    except UserError:
+        return []
+    return [{**process, "seconds": health["time"] - process["since"]} for process in health["processes"]]
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Turn rows of metrics into one list per metric, with None for a value that a row lacks."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _read(run: RunDirectory, cache: FileCache) -> _Files:
+    held_out = [cache.get(path, read_object) for path in sorted(run.held_out.glob("step_*.json"))]
+    return _Files(
+        config=_flat(cache.get(run.config, read_yaml)),
+        events=[row for row in cache.get(run.events, read_rows) if "time" in row and "kind" in row],
+        metrics=[row for row in cache.get(run.path / "metrics.jsonl", read_rows) if "step" in row],
+        held_out=[row for row in held_out if row is not None],
+    )
+
+
+def _flat(values: Row, prefix: str = "") -> Row:
+    flat: Row = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _state(run: RunDirectory, events: Sequence[Row], steps: int, now: float) -> str:
+    """Return "finished", "running", "failed" or "stopped"."""
+    result = read_object(run.result)
+    if result is not None and int(result.get("step", -1)) >= steps:
+        return "finished"
+    if is_locked(run):
+        return "running"
+    if events and events[-1]["kind"] == "user_error":
+        return "failed"
+    return "running" if events and now - events[-1]["time"] < _SILENT_S else "stopped"
+
+
+def _model(run: RunDirectory, config: Row) -> str:
+    spec = (read_object(run.inputs) or {}).get("model", {})
+    named = config.get("model.hub_id") or config.get("model.path") or "made for the run"
+    sizes = [f"{spec[key]} {label}" for key, label in (("layers", "layers"), ("hidden", "wide")) if key in spec]
+    return ", ".join([str(named), *sizes])
+
+
+def _eta(metrics: Sequence[Row], left: int) -> float | None:
+    """Return the expected seconds of the steps that are left, from the median of the last ones."""
+    taken = [sum(_seconds(row).values()) for row in metrics[-5:]]
+    return left * median(taken) if taken else None
+
+
+def _seconds(row: Row) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key.startswith("seconds/") and value is not None}
+
+
+def _with_times(found: dict[str, list[Any]], events: Sequence[Row]) -> dict[str, list[Any]]:
+    """Add `time`, seconds since the epoch at the end of each step. A repeated step has its last time."""
+    if not found:
+        return {}
+    times = {event["step"]: event["time"] for event in events if event["kind"] == "step" and "step" in event}
+    return {**found, "time": [times.get(step) for step in found["step"]]}
+
+
+def _phase(events: Sequence[Row]) -> str | None:
+    return next((event["name"] for event in reversed(events) if event["kind"] == "phase"), None)
+
+
+def _is_shown(event: Row) -> bool:
+    return event["kind"] not in ("progress", "step", "sft") and event.get("name") not in STEP_PHASES
+
+
+def _shown(event: Row) -> Row:
+    return {"time": event["time"], "kind": event["kind"], "text": _text(event)}
+
+
+def _last_event(events: Sequence[Row]) -> Row | None:
+    return _shown(events[-1]) if events else None
+
+
+def _text(event: Row) -> str:
+    match event["kind"]:
+        case "phase":
+            return str(event.get("name"))
+        case "step":
+            return f"step {event.get('step')} is done"
+        case "sft":
+            return f"cold start: update {event.get('update')} of {event.get('updates')}"
+        case "evaluation":
+            return f"held-out success {event.get('when')}: {float(event.get('success') or 0):.1%}"
+        case _:
+            return str(event.get("text", ""))
+
+
+def _restarts(events: Sequence[Row]) -> list[Row]:
+    """Return restarts of services and of the job, each with the steps that were finished before it."""
+    found, step = [], 0
+    for event in events:
+        if event["kind"] == "step":
+            step = int(event["step"])
+        resumed = event["kind"] == "note" and str(event.get("text", "")).startswith("resumed from ")
+        if event["kind"] == "restart" or resumed:
+            role = "job" if resumed else str(event.get("role"))
+            found.append({"time": event["time"], "step": step, "role": role, "text": _text(event)})
+    return found
+
+
+def _evaluation(row: Row) -> Row:
+    solved = row.get("solved", {})
+    return {
+        "step": row["step"],
+        "success": row["success"],
+        "solved": sum(map(bool, solved.values())),
+        "tasks": len(solved),
+        "tool_calls": row.get("tool_calls", {}),
+    }
+
+
+def _changes(held_out: Sequence[Row]) -> Row | None:
+    """Return the tasks that the last evaluation solved and the first did not, and the reverse."""
+    if len(held_out) < 2:
+        return None
+    first, last = held_out[0], held_out[-1]
+    before, after = first.get("solved", {}), last.get("solved", {})
+    gained = [task for task in after if after[task] and not before.get(task, False)]
+    lost = [task for task in after if before.get(task, False) and not after[task]]
+    return {
+        "first_step": first["step"],
+        "last_step": last["step"],
+        "gained": gained[:_CHANGES_SHOWN],
+        "lost": lost[:_CHANGES_SHOWN],
+        "gained_count": len(gained),
+        "lost_count": len(lost),
+    }

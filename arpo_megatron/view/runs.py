@@ -1,0 +1,105 @@
+"""The runs that a page shows, and their files as plain values."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+
+Row = dict[str, Any]
+
+
+def find_runs(paths: Sequence[Path]) -> dict[str, RunDirectory]:
+    """Return run directories by a name that is unique among them.
+
+    Args:
+        paths: run directories, or directories that contain some.
+
+    Raises:
+        UserError: a path is neither.
+    """
+    found: list[Path] = []
+    for path in paths:
+        runs = [path] if _is_run(path) else sorted(each for each in path.glob("*") if _is_run(each))
+        if not runs:
+            raise UserError(f"{path} is not a run directory and contains none: no config.yaml in it or one level below")
+        found += [run for run in runs if run.resolve() not in [other.resolve() for other in found]]
+    names: dict[str, RunDirectory] = {}
+    for run in found:
+        name, number = run.resolve().name, 2
+        while name in names:
+            name, number = f"{run.resolve().name} ({number})", number + 1
+        names[name] = RunDirectory(run)
+    return names
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+@dataclass(slots=True)
+class FileCache:
+    """Keeps what was read from a file until the file changes."""
+
+    _kept: dict[tuple[Path, str], tuple[tuple[int, int], Any]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def get(self, path: Path, read: Callable[[Path], Any]) -> Any:
+        """Return `read(path)`, from memory if size and time of the file are the same. Raises as `read` does."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return read(path)
+        stamp, key = (stat.st_mtime_ns, stat.st_size), (path, getattr(read, "__qualname__", repr(read)))
+        with self._lock:
+            kept = self._kept.get(key)
+        if kept is None or kept[0] != stamp:
+            kept = (stamp, read(path))
+            with self._lock:
+                self._kept[key] = kept
+        return kept[1]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the whole lines of a JSONL file. A missing file is empty; a half-written or damaged line is left out."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    rows = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def read_object(path: Path) -> Row | None:
+    """Read a JSON file; None if it is missing or no JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def is_locked(run: RunDirectory) -> bool:
+    """Whether a job on this machine holds the run directory.
+
+    The lock is looked up in /proc/locks: to try it would disturb a job that is about to start.
+    """
+    try:
+        lock = (run.path / ".lock").stat()
+        held = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return False
+    device = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    return any(device in line.split() for line in held.splitlines())

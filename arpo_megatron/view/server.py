@@ -1,0 +1,188 @@
+"""The web server of `arpo view`: the page and its data, read-only, on loopback unless another host is chosen.
+
+Three rules keep others out. The `Host` header must be an address or a name of this machine, so that no web site can
+reach the server through a name of its own (DNS rebinding). With a token, a request needs it as a cookie, which the
+printed address sets, or as a bearer token. The content security policy allows only the server's own files.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.view.pages import Pages, to_json
+from arpo_megatron.view.static_files import static_file
+
+DEFAULT_PORT = 8750
+COOKIE = "arpo_view"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+def application(pages: Pages, token: str | None, host: str) -> Starlette:
+    """Return the web application.
+
+    Args:
+        pages: answers the requests for data.
+        token: what a request must present; None: nothing.
+        host: the address that the server listens on; also a name that requests may use.
+    """
+
+    def page(request: Request) -> Response:
+        if token is not None and "token" in request.query_params:  # checked by the guard
+            response: Response = RedirectResponse("/", 303)
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return response
+        return _file("index.html")
+
+    def file(request: Request) -> Response:
+        return _file(request.path_params["name"])
+
+    def data(request: Request) -> Response:
+        address = [part for part in request.path_params["address"].split("/") if part]
+        try:
+            body, status = to_json(pages.answer(*address)), 200
+        except UserError as error:
+            body, status = to_json({"error": str(error)}), 404
+        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        if status == 200 and request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"ETag": tag})
+        return Response(body, status, {"ETag": tag, "Cache-Control": "no-cache"}, "application/json")
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/data/{address:path}", data),
+            Route("/{name}", file),
+        ],
+        middleware=[Middleware(_Guard, token=token, host=host), Middleware(GZipMiddleware, minimum_size=4096)],
+    )
+
+
+def _file(name: str) -> Response:
+    found = static_file(name)
+    if found is None:
+        return PlainTextResponse("there is no such page", 404)
+    return Response(found[0], headers={"Cache-Control": "no-cache"}, media_type=found[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """Refuses requests to other names and requests without the token, and adds the security headers."""
+
+    app: ASGIApp
+    token: str | None
+    host: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        answer = self.app if refusal is None else refusal
+        return await answer(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if not is_own_name(request.headers, self.host):
+            return PlainTextResponse("this server answers only to the address that arpo view printed", 421)
+        if self.token is not None and not _has_token(request, self.token):
+            return PlainTextResponse("the token is missing or wrong: open the address that arpo view printed", 401)
+        return None
+
+
+def is_own_name(headers: Headers, host: str) -> bool:
+    """Whether the Host header is an IP address, localhost, `host`, or the name of this machine.
+
+    A site of the internet cannot use an address: the browser would send the name that the address bar shows.
+    """
+    name = headers.get("host", "")
+    name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
+    if name.lower() in {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _has_token(request: Request, token: str) -> bool:
+    given = [request.cookies.get(COOKIE, ""), request.headers.get("authorization", "").removeprefix("Bearer ")]
+    if request.url.path == "/":
+        given.append(request.query_params.get("token", ""))
+    return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket.
+
+    Args:
+        host: address to listen on.
+        port: 0 for any free port; None for `DEFAULT_PORT`, or any free one if it is taken.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, _ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            return socket.create_server((host, DEFAULT_PORT if port is None else port), family=family)
+        except OSError:
+            if port is not None:
+                raise
+            return socket.create_server((host, 0), family=family)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from None
+
+
+def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> None:
+    """Print the page's address and serve it until a signal ends the command.
+
+    Args:
+        pages: answers the requests for data.
+        host: address to listen on; one that others can reach always has a token.
+        port: see `listen`.
+        with_token: ask for a token on loopback, too.
+
+    Raises:
+        UserError: the address cannot be used.
+    """
+    token = secrets.token_urlsafe(24) if with_token or not is_loopback(host) else None
+    with listen(host, port) as listening:
+        address = f"[{host}]" if ":" in host else host
+        suffix = "" if token is None else f"?token={token}"
+        print(f"http://{address}:{listening.getsockname()[1]}/{suffix}", flush=True)
+        config = uvicorn.Config(application(pages, token, host), log_level="warning", access_log=False, lifespan="off")
+        uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,170 @@
+// Addresses, keys, polling and the header.
+import { h, show, hint } from "./dom.js";
+import { exported, load } from "./data.js";
+import { COLORS, runPage } from "./run.js";
+import { chosenRows, treePage } from "./trees.js";
+import { plural } from "./format.js";
+import { shapeOf } from "./drawing.js";
+
+const EVERY = 3000;
+const KEYS = [["j / k", "next or previous tree"], ["n / p", "next or previous trajectory"], ["[ / ]", "previous or next step"], ["f", "tree or flattened"], ["s", "next shade of the tokens"], ["g", "run page or trees"], ["?", "these keys"]];
+const main = document.getElementById("main"), header = document.getElementById("header");
+const now = { runs: [], pages: {}, error: null, treeKey: null, current: null, help: false };
+
+/** Read the address: #/run/NAME?... or #/trees/NAME/STEP/NUMBER?... */
+function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [kind, name, step, tree] = path.split("/").map(decodeURIComponent);
+  const params = Object.fromEntries(new URLSearchParams(query ?? ""));
+  for (const key of ["leaf", "vs", "segment", "flat"]) params[key] = params[key] === undefined ? null : Number(params[key]);
+  return { ...params, kind: kind === "trees" ? "trees" : "run", name: now.runs.includes(name) ? name : now.runs[0], step, tree: tree === undefined ? null : Number(tree) };
+}
+
+function href(to) {
+  const path = to.kind === "trees" ? ["trees", to.name, to.step, ...(to.tree === null || to.tree === undefined ? [] : [to.tree])] : ["run", to.name];
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(to)) if (!["kind", "name", "step", "tree"].includes(key) && value !== null && value !== undefined) query.set(key, value);
+  const text = query.toString();
+  return `#/${path.filter((part) => part !== undefined).map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
+}
+
+/** Change parts of the address; the page follows. */
+function change(changes, history = "replaceState") {
+  window.history[history](null, "", href({ ...route(), ...changes }));
+  refresh();
+}
+
+function shownRuns(at) {
+  if (at.with === undefined) return now.runs.slice(0, COLORS.length);
+  return now.runs.filter((name) => name === at.name || at.with.split("|").includes(name));
+}
+
+function drawHeader(at) {
+  const shown = shownRuns(at), many = now.runs.length > 1;
+  const toggle = (name) => change({ with: shown.includes(name) ? shown.filter((each) => each !== name).join("|") : [...shown, name].join("|") });
+  show(header, h("nav", { "aria-label": "Pages" }, h("a", { class: "brand", href: href({ kind: "run", name: at.name }) }, "arpo view"),
+    h("a", { href: href({ kind: "run", name: at.name, with: at.with }), "aria-current": at.kind === "run" ? "page" : null }, "Run"),
+    h("a", { href: treesLink(at.name), "aria-current": at.kind === "trees" ? "page" : null }, "Trees")),
+  many ? h("div", { class: "runs", role: "group", "aria-label": "Runs" }, now.runs.map((name) => h("span", { class: `run${name === at.name ? " on" : ""}`, vars: { "--c": COLORS[shown.indexOf(name) % COLORS.length] ?? "var(--line)" } },
+    h("input", { type: "checkbox", "data-key": `with ${name}`, "aria-label": `draw ${name}`, checked: shown.includes(name), disabled: name === at.name, onchange: () => toggle(name) }),
+    h("button", { class: "plain", "data-key": `run ${name}`, onclick: () => change({ kind: at.kind, name, step: undefined, tree: null }, "pushState") }, name)))) : null,
+  h("div", { class: "right" }, exported ? null : h("span", { class: `live${now.error ? " off" : ""}`, title: now.error ?? "The page follows the run" }, now.error ? "no connection" : "live"),
+    h("button", { class: "plain", "data-key": "theme", onclick: nextTheme }, themeName()),
+    h("button", { class: "plain", "data-key": "help", "aria-expanded": String(now.help), onclick: () => { now.help = !now.help; drawHeader(at); } }, "keys")),
+  now.help ? h("dl", { class: "keys" }, KEYS.map(([key, text]) => h("div", {}, h("dt", {}, key), h("dd", {}, text)))) : null);
+}
+
+function treesLink(name, step, task) {
+  const steps = now.pages[name]?.tree_steps ?? [];
+  return href({ kind: "trees", name, step: step ?? (steps.length ? String(steps[steps.length - 1]) : undefined), find: task });
+}
+
+function exportNote() {
+  if (!now.exported) return null;
+  const left = now.exported.trees_left_out;
+  return h("p", { class: "note" }, `Saved on ${now.exported.made}. `, left ? `${plural(left, "stored tree")} ${left === 1 ? "is" : "are"} not in this file; arpo view RUN_DIR shows all of them.` : "All stored trees are in this file.");
+}
+
+async function refresh() {
+  const at = route(), turn = (now.turn = (now.turn ?? 0) + 1);
+  try {
+    const list = await load();
+    now.runs = list.runs;
+    now.exported = list.export;
+    const here = route();
+    const wanted = [...new Set([here.name, ...(here.kind === "run" ? shownRuns(here) : [])])];
+    await Promise.all(wanted.map(async (name) => { now.pages[name] = await load(name); }));
+    const content = here.kind === "run" ? await runContent(here) : await treeContent(here);
+    now.error = null;
+    if (turn !== now.turn) return;
+    drawHeader(here);
+    if (content) show(main, exportNote(), ...[content].flat());
+    document.title = `${here.name} · arpo view`;
+    if (now.to !== undefined) { main.querySelector(`[data-segment="${now.to}"]`)?.scrollIntoView({ block: "nearest", behavior: "smooth" }); delete now.to; }
+  } catch (error) {
+    now.error = error.message;
+    if (now.runs.length) drawHeader(at);
+    if (turn === now.turn && (!now.current || !(error instanceof TypeError))) show(main, h("p", { class: "problem", role: "alert" }, error.message));
+  }
+}
+
+/** Redraw although the address and the data are the same: something was opened or closed. */
+function rerender() {
+  now.drawn = (now.drawn ?? 0) + 1;
+  refresh();
+}
+
+async function runContent(at) {
+  const shown = shownRuns(at);
+  const roles = exported || now.pages[at.name].state !== "running" ? [] : await load(at.name, "roles");
+  const quarter = Math.floor(Date.now() / 15000); // "12 s ago" is drawn again now and then
+  const signature = JSON.stringify([at, now.drawn, quarter, shown.map((name) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]), roles.map((role) => [role.up, role.restarts])]);
+  if (signature === now.current) return null;
+  now.current = signature;
+  return runPage({ main: at.name, shown, pages: now.pages, roles, axis: at.x ?? "step", link: change, rerender, treesLink });
+}
+
+async function treeContent(at) {
+  const page = now.pages[at.name], steps = [...page.tree_steps.map(String), ...page.held_out_tree_steps.map((step) => `held-out-${step}`)];
+  if (!steps.length) return h("p", { class: "quiet" }, "This run has stored no trees yet. The page shows them after the first step.");
+  const step = steps.includes(at.step) ? at.step : page.tree_steps.length ? String(page.tree_steps[page.tree_steps.length - 1]) : steps[0];
+  const rows = await load(at.name, "trees", step);
+  const chosen = chosenRows(rows, at), number = rows.some((row) => row.number === at.tree) ? at.tree : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
+  const tree = number === null ? null : await load(at.name, "trees", step, number);
+  const tasks = tree && !exported ? await load(at.name, "task", tree.task) : [];
+  const key = JSON.stringify([at.name, step, number]), fresh = key !== now.treeKey;
+  const query = { ...at, step, tree: number };
+  const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn]);
+  if (signature === now.current) return null;
+  now.current = signature;
+  now.treeKey = key;
+  now.tree = { query, rows: chosen, tree, steps };
+  const link = (changes, more) => { now.to = more?.to; change({ ...query, ...changes }); };
+  return treePage({ page, rows, query, tree, tasks, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+}
+
+function themeName() {
+  return { light: "colors: light", dark: "colors: dark" }[document.documentElement.dataset.theme] ?? "colors: system";
+}
+
+function setTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  try { localStorage.setItem("theme", theme ?? ""); } catch { /* a file may have no storage */ }
+}
+
+function nextTheme() {
+  setTheme({ light: "dark", dark: null }[document.documentElement.dataset.theme] ?? (document.documentElement.dataset.theme ? null : "light"));
+  drawHeader(route());
+}
+
+function press(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(input|select|textarea)$/i.test(event.target.tagName)) return;
+  const at = route();
+  if (event.key === "?") { now.help = !now.help; drawHeader(at); return; }
+  if (event.key === "Escape") { hint(null); now.help = false; drawHeader(at); return; }
+  if (event.key === "g") { window.location.hash = at.kind === "run" ? treesLink(at.name) : href({ kind: "run", name: at.name }); return; }
+  if (at.kind !== "trees" || !now.tree) return;
+  const { query, rows, tree, steps } = now.tree;
+  const go = (list, current, by) => list[Math.max(0, Math.min(list.length - 1, list.indexOf(current) + by))];
+  const clean = { leaf: null, segment: null, vs: null };
+  const moves = {
+    j: () => ({ tree: go(rows.map((row) => row.number), query.tree, 1), ...clean }),
+    k: () => ({ tree: go(rows.map((row) => row.number), query.tree, -1), ...clean }),
+    "]": () => ({ step: go(steps, query.step, 1), tree: null, ...clean }),
+    "[": () => ({ step: go(steps, query.step, -1), tree: null, ...clean }),
+    n: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? -1, 1), segment: null }),
+    p: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? 1, -1), segment: null }),
+    f: () => ({ flat: query.flat === 1 ? null : 1 }),
+    s: () => ({ shade: go(["none", "entropy", "logprob", "gap", "advantage", "none"], query.shade ?? "entropy", 1) }),
+  };
+  if (moves[event.key]) change({ ...query, ...moves[event.key]() });
+}
+
+let resized;
+window.addEventListener("hashchange", () => { hint(null); window.scrollTo(0, 0); refresh(); });
+window.addEventListener("keydown", press);
+window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(refresh, 150); });
+try { if (localStorage.getItem("theme")) document.documentElement.dataset.theme = localStorage.getItem("theme"); } catch { /* no storage */ }
+await refresh();
+if (!exported) setInterval(() => { if (!document.hidden) refresh(); }, EVERY);

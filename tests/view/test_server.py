@@ -1,0 +1,209 @@
+"""The server of `arpo view`: what it answers, whom it refuses, and that hostile text stays text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.metrics import MetricsLog
+from arpo_megatron.monitor.tree_store import read_trees, step_file
+from arpo_megatron.view.pages import Pages, to_json
+from arpo_megatron.view.runs import find_runs, is_locked
+from arpo_megatron.view.server import COOKIE, application, is_loopback
+from arpo_megatron.view.tree_page import token_texts
+from tests.view.stored_run import HOSTILE, STEPS, decode, make_run, tokenizer, write_step
+
+LOCAL = "http://127.0.0.1:8750"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def pages(run: RunDirectory) -> Pages:
+    return Pages(find_runs([run.path]))
+
+
+@pytest.fixture
+def client(pages: Pages) -> Iterator[TestClient]:
+    with TestClient(application(pages, None, "127.0.0.1"), base_url=LOCAL) as client:
+        yield client
+
+
+def test_page_loads_only_its_own_files(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert client.get("/main.js").headers["content-type"].startswith("text/javascript")
+    for name in ("style.css", "main.js", "trees.js"):
+        text = client.get(f"/{name}").text
+        assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+        assert "innerHTML" not in text and "eval(" not in text
+    for name in ("/__init__.py", "/..%2fserver.py", "/nothing"):
+        assert client.get(name).status_code == 404
+    assert client.post("/data/run").status_code == 405
+
+
+def test_run_page_has_what_the_run_recorded(client: TestClient) -> None:
+    page = client.get("/data/run").json()
+    assert (page["recipe"], page["step"], page["steps"], page["state"]) == ("test", STEPS, STEPS, "finished")
+    assert page["metrics"]["reward"] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert all(time >= page["began"] for time in page["metrics"]["time"])
+    assert [each["step"] for each in page["evaluations"]] == [1, STEPS]
+    assert page["held_out_changes"]["gained"] == ["held-1", "held-2"]
+    assert page["held_out_changes"]["lost"] == []
+    assert [(each["role"], each["step"]) for each in page["restarts"]] == [("engine", 2)]
+    assert page["tree_steps"] == [1, 2, 3, 4] and page["held_out_tree_steps"] == [1, STEPS]
+    assert page["config"]["train.steps"] == STEPS
+    assert {each["metric"] for each in page["advice"]} >= {"dropped/failed"}
+
+
+def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) -> None:
+    rows = client.get("/data/run/trees/2").json()
+    stored = read_trees(step_file(run, 2))
+    assert [(row["task"], row["leaves"], row["dropped"]) for row in rows] == [
+        (item.tree.task_id, len(item.tree.leaves()), item.dropped) for item in stored
+    ]
+    assert rows[0]["tools"] == {"error": 1} and rows[0]["finish"]["length"] == 1
+    tree = client.get("/data/run/trees/2/0").json()
+    expected = stored[0].tree
+    assert [each["parent"] for each in tree["segments"]] == [each.parent for each in expected.segments]
+    assert [each["segment"] for each in tree["leaves"]] == expected.leaves()
+    for shown, segment in zip(tree["segments"], expected.segments, strict=True):
+        assert shown["text"] == decode(segment.token_ids)
+        if segment.logprobs is not None:
+            assert "".join(shown["pieces"]) == shown["text"]
+            assert shown["logprobs"] == pytest.approx(segment.logprobs.tolist(), rel=1e-4)
+            gap = [a - b for a, b in zip(shown["trainer_logprobs"], shown["logprobs"], strict=True)]
+            assert gap == pytest.approx([-0.125] * len(gap), abs=1e-3)
+    (branch,) = [each["branch"] for each in tree["segments"] if each["branch"]]
+    assert branch == {"dH": 0.25, "probability": 0.75, "draw": 0.5, "why": "draw"}
+    assert [leaf["advantages"] for leaf in tree["leaves"]] == [[0.5], [0.0], [-0.5]]
+    assert [leaf["answer"] for leaf in tree["leaves"]] == ["4", "4", None]
+    unfinished = client.get("/data/run/trees/2/2").json()
+    assert [leaf["reward"] for leaf in unfinished["leaves"]] == [None] * 3
+    assert client.get("/data/run/trees/held-out-4/0").json()["leaves"][0]["reward"] == 1.0
+    assert [row["step"] for row in client.get("/data/run/task/sum-2").json()] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    "address", ["other", "run/trees/9", "run/trees/1/99", "run/trees/..%2F..%2Fx/0", "run/trees/x-1", "run/nothing"]
+)
+def test_unknown_addresses_are_one_line(client: TestClient, address: str) -> None:
+    answer = client.get(f"/data/{address}")
+    assert answer.status_code == 404
+    assert "\n" not in answer.json()["error"]
+
+
+def test_hostile_text_is_data(client: TestClient) -> None:
+    for address in ("run", "run/trees/1/0"):
+        answer = client.get(f"/data/{address}")
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "<" not in answer.text and HOSTILE in str(answer.json()).replace("\\u202e", "\u202e").replace(
+            "\\x1b", "\x1b"
+        )
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8750", "127.0.0.1.evil.example", "", "localhost.evil:80"]
+)
+def test_other_host_names_are_refused(client: TestClient, host: str) -> None:
+    """A site that points its own name at this machine gets nothing."""
+    for path in ("/", "/data/run"):
+        refused = client.get(path, headers={"Host": host})
+        assert refused.status_code == 421
+        assert "run" not in refused.text.replace("arpo view printed", "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8750", "localhost:8750", "[::1]:8750", "10.1.2.3:8750"])
+def test_own_addresses_are_served(client: TestClient, host: str) -> None:
+    assert client.get("/data/run", headers={"Host": host}).status_code == 200
+
+
+def test_token_is_needed_where_there_is_one(pages: Pages) -> None:
+    app = application(pages, "secret", "0.0.0.0")
+    with TestClient(app, base_url=LOCAL, follow_redirects=False) as client:
+        for path in ("/", "/main.js", "/data/run", "/?token=wrong", "/data/run?token=secret"):
+            assert client.get(path).status_code == 401, path
+        assert client.get("/data/run", headers={"Cookie": f"{COOKIE}=wrong"}).status_code == 401
+        assert client.get("/data/run", headers={"Authorization": "Bearer secret"}).status_code == 200
+        entered = client.get("/?token=secret")
+        assert entered.status_code == 303 and entered.headers["location"] == "/"
+        assert (
+            "httponly" in entered.headers["set-cookie"].lower()
+            and "samesite=strict" in entered.headers["set-cookie"].lower()
+        )
+        assert client.get("/data/run").status_code == 200  # with the cookie
+        assert client.get("/").status_code == 200
+
+
+def test_only_loopback_goes_without_a_token() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "10.0.0.1", "node1")] == [
+        *(True, True, True),
+        *(False, False, False),
+    ]
+
+
+def test_page_follows_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2, last=False)
+    with TestClient(application(Pages(find_runs([run.path])), None, "127.0.0.1"), base_url=LOCAL) as client:
+        first = client.get("/data/run")
+        again = client.get("/data/run", headers={"If-None-Match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        with (run.path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "rew')  # as a reader may find it while it is written
+        assert client.get("/data/run").json()["step"] == 2
+        job = resolve.load(run.config)
+        write_step(run, MetricsLog(run.path, job), EventLog(run.events), 3)
+        later = client.get("/data/run", headers={"If-None-Match": first.headers["etag"]})
+        assert (later.status_code, later.json()["step"], later.json()["state"]) == (200, 3, "running")
+        assert later.json()["eta_s"] == pytest.approx(3.0)
+        assert not is_locked(run)
+        with run.locked():
+            assert is_locked(run)
+
+
+def test_runs_are_found_below_a_directory_and_named_uniquely(tmp_path: Path) -> None:
+    for place in ("a/run", "b/run", "b/other"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("name: test\n")
+    assert list(find_runs([tmp_path / "a" / "run", tmp_path / "b", tmp_path / "b" / "run"])) == [
+        "run",
+        "other",
+        "run (2)",
+    ]
+    with pytest.raises(UserError, match="is not a run directory"):
+        find_runs([tmp_path / "c"])
+
+
+def test_run_without_a_tokenizer_shows_texts_without_tokens(run: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trees").symlink_to(run.trees)
+    (tmp_path / "run" / "config.yaml").write_text("name: test\nunknown_key: 1\n")
+    pages = Pages({"run": RunDirectory(tmp_path / "run")})
+    segments = pages.answer("run", "trees", "1", "0")["segments"]
+    assert segments[1]["pieces"] is None and segments[1]["text"].startswith("<python>")
+    assert pages.answer("run")["recipe"] == "test"
+
+
+def test_tokens_of_one_character_are_shown_at_its_last_token() -> None:
+    ids = tokenizer().encode("a\U0001f600b\u00e9").ids
+    texts = token_texts(ids, decode)
+    assert texts == ["a", "", "", "", "\U0001f600", "b", "", "\u00e9"]
+    assert "".join(token_texts(ids[:3], decode)) == decode(ids[:3])
+
+
+def test_json_has_no_markup_and_no_nan() -> None:
+    assert to_json({"a": "<!--</script>"}) == b'{"a":"\\u003c!--\\u003c/script>"}'
+    with pytest.raises(ValueError, match="JSON"):
+        to_json(float("nan"))
