@@ -110,7 +110,8 @@ def _engine_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
     return Advice(
         "The engines are idle most of the time",
         f"the rollout takes {rollout / total:.0%} of a step; for the rest the engines wait for the trainer",
-        "let trees grow while the trainer works (rollout.max_staleness=1), or give the trainer more GPUs",
+        "let trees grow while the trainer works (rollout.max_staleness=1 algorithm.trajectory_weight_limit=2), or "
+        "give the trainer more GPUs",
         "seconds/rollout",
         "docs/rollouts.md",
     )
@@ -123,7 +124,8 @@ def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
     return Advice(
         "The trainer waits for the rollout most of the time",
         f"the rollout takes {rollout / total:.0%} of a step",
-        "add engines (engine.replicas), or let trees grow while the trainer works (rollout.max_staleness=1)",
+        "add engines (engine.replicas), or let trees grow while the trainer works "
+        "(rollout.max_staleness=1 algorithm.trajectory_weight_limit=2)",
         "seconds/rollout",
         "docs/rollouts.md",
     )

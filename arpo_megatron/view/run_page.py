@@ -22,7 +22,7 @@ _SILENT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What the page reads from a run directory."""
+    """Content of the files that the page reads from a run directory."""
 
     config: Row
     """Values by dotted key."""
