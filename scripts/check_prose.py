@@ -42,7 +42,7 @@ PHRASES: dict[str, str] = {
 OPENERS = ("Of ", "As ", "Likewise", "Whoever", "What ")
 """First words that leave the first line of a docstring without a verb or a noun."""
 
-SKIPPED = ("LICENSE", ".lock", ".parquet", ".svg", ".jsonl", "check_prose.py")
+SKIPPED = (".png", "LICENSE", ".lock", ".parquet", ".svg", ".jsonl", "check_prose.py")
 """Ends of the paths of files that are data, or that list the phrases and test the list."""
 _PATTERNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), why) for pattern, why in PHRASES.items()]
 

@@ -18,7 +18,7 @@ def write_html(pages: Pages, path: Path, *, trees: int) -> int:
     Args:
         pages: the runs.
         path: the file.
-        trees: most trees per run; the page says how many were left out.
+        trees: most trees per run; the page states how many were left out.
 
     Returns:
         The file's size in bytes.

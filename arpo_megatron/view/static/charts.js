@@ -127,9 +127,9 @@ export function stackedBars(steps, parts, markers) {
       below += value;
       return value > 0 ? s("rect", { x: x(i) - bar / 2, width: bar, y: top, height: Math.max(0, bottom - top), class: "fill", vars: { "--c": part.color } }) : null;
     });
-    const tell = (event) => hint([["step", step], ...parts.filter((part) => part.y[i]).map((part) => [part.name, number(part.y[i], "s")]), ["sum", number(totals[i], "s")]],
+    const explain = (event) => hint([["step", step], ...parts.filter((part) => part.y[i]).map((part) => [part.name, number(part.y[i], "s")]), ["sum", number(totals[i], "s")]],
       { left: event.clientX + 12, bottom: event.clientY, top: event.clientY });
-    return s("g", { onpointermove: tell, onpointerleave: () => hint(null) }, s("rect", { x: x(i) - slot / 2, width: slot, y: PAD.top, height: height - PAD.top - PAD.bottom, class: "catch" }), rects);
+    return s("g", { onpointermove: explain, onpointerleave: () => hint(null) }, s("rect", { x: x(i) - slot / 2, width: slot, y: PAD.top, height: height - PAD.top - PAD.bottom, class: "catch" }), rects);
   });
   const every = Math.ceil(count / 14);
   return s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Seconds of each step by phase" },

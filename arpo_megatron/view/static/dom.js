@@ -32,7 +32,7 @@ export function s(tag, props, ...children) {
   return fill(document.createElementNS(SVG, tag), props, children);
 }
 
-/** Replace the content of a node. What had the focus keeps it, if its `data-key` is still there. */
+/** Replace the content of a node. The element with the focus keeps it, if its `data-key` is still there. */
 export function show(node, ...children) {
   const key = document.activeElement?.dataset?.key;
   const scrolled = [...node.querySelectorAll("[data-scroll]")].map((each) => [each.dataset.scroll, each.scrollTop, each.scrollLeft]);

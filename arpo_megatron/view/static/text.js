@@ -61,13 +61,13 @@ function tokens(segment, index, view, advantage) {
     const vars = shade ? { "--c": shade[0], "--a": `${Math.round(Math.max(0, shade[1]) * 85)}%` } : null;
     spans.push(h("span", { class: shade ? "t shaded" : "t", "data-at": at, vars }, segment.pieces[at]));
   }
-  const tell = (event) => {
+  const explain = (event) => {
     const at = event.target.dataset?.at;
     if (at === undefined) return hint(null);
     const box = event.target.getBoundingClientRect();
     return hint(tokenFacts(segment, Number(at), advantage), box);
   };
-  return [h("pre", { class: "tokens", onpointerover: tell, onpointerleave: () => hint(null) }, spans),
+  return [h("pre", { class: "tokens", onpointerover: explain, onpointerleave: () => hint(null) }, spans),
     count < segment.tokens ? h("button", { onclick: () => { unfolded.add(index); view.rerender(); } }, `Show all ${whole(segment.tokens)} tokens`) : null];
 }
 
@@ -137,7 +137,7 @@ function forkCard(tree, shape, index, place, view) {
     const text = `branch ${number_ + 1}: ${leaves.length === 1 ? "1 trajectory" : `${leaves.length} trajectories`}, mean reward ${signed(shape.rewards[child])}`;
     if (here) return h("span", { class: "branch here", vars: { "--c": rewardColor(shape, shape.rewards[child]) } }, `${text} (this one)`);
     return h("span", { class: "branch", vars: { "--c": rewardColor(shape, shape.rewards[child]) } }, h("button", { class: "plain", "data-key": `branch ${child}`, onclick: () => view.choose(child, leaves[0]) }, text),
-      h("button", { "data-key": `beside ${child}`, "aria-pressed": String(leaves.includes(view.vs)), onclick: () => view.compare(leaves.includes(view.vs) ? null : leaves[0]) }, leaves.includes(view.vs) ? "close" : "side by side"));
+      h("button", { "data-key": `compare ${child}`, "aria-pressed": String(leaves.includes(view.vs)), onclick: () => view.compare(leaves.includes(view.vs) ? null : leaves[0]) }, leaves.includes(view.vs) ? "close" : "side by side"));
   });
   return h("div", { class: "forkcard" }, h("b", {}, tree.segments[index].role === "prompt" ? `${children.length} trajectories begin here` : `Fork into ${children.length} branches`), buttons);
 }
