@@ -80,7 +80,8 @@ class PythonConfig:
     cache: Flag = False
     """Cache the answers of equal code. Off by default, since code may read the clock or draw random numbers."""
     session_dir: Path | None = None
-    """Folder for the states of sessions, relative to the configuration file. Several services may share it.
+    """Folder for the states of sessions, relative to the configuration file. Several services may share it. The states
+    are in its folder `tools_sandbox_states`; nothing else in it is touched.
     None: the python tool has no sessions, and every call begins with an empty state."""
     sessions_mb: Positive = 4096
     """Size of all kept states in MiB. The least recently used ones are removed first."""

@@ -194,6 +194,20 @@ def test_store_stays_bounded_and_keeps_recently_used_states(tmp_path: Path) -> N
     for number in range(40):
         store.write("t", f"s{number}", bytes(100_000))
         assert store.read("t", "s0") is not None
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 20
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
     assert store.read("t", "s1") is None
     assert store.read("t", "s39") == bytes(100_000)
+
+
+def test_store_removes_no_file_of_others(tmp_path: Path) -> None:
+    SessionStore(tmp_path, 1).write("t", "s", b"first")
+    folders = [tmp_path, *(path for path in tmp_path.iterdir() if path.is_dir())]
+    others = [folder / "thesis.tex" for folder in folders]
+    for path in others:
+        path.write_bytes(bytes(2 << 20))
+        os.utime(path, (0, 0))
+    store = SessionStore(tmp_path, 1)
+    for number in range(30):
+        store.write("t", f"s{number}", bytes(100_000))
+    assert all(path.exists() for path in others)
+    assert store.read("t", "s29") == bytes(100_000)

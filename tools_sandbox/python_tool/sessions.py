@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,16 +27,23 @@ from tools_sandbox.python_tool.protocol import Outcome
 TRAJECTORY: ContextVar[str] = ContextVar("trajectory", default="")
 """Trajectory of the running call. The service sets it for each call."""
 
+_FOLDER = "tools_sandbox_states"
+"""Folder of the states inside `PythonConfig.session_dir`, which may hold files of others."""
+_OWN_FILE = re.compile(r"state-[0-9a-f]{64}|new-\w+")
+"""Names of states, and of states that are being written. Files with other names are left alone."""
 _TARGET_SHARE = 0.9
 """Share of the size limit that is in use after a cleaning."""
 
 
 class SessionStore:
-    """States by name, in a folder of bounded size. All methods block; several processes may use one folder."""
+    """States by name, with a bound on their size. All methods block; several processes may use one folder.
+
+    folder: `PythonConfig.session_dir`. The states are in a folder of their own inside it.
+    """
 
     def __init__(self, folder: Path, limit_mb: int) -> None:
         """Raises ConfigError if the folder cannot be used."""
-        self._folder = folder
+        self._folder = folder = folder / _FOLDER
         self._limit_bytes = limit_mb << 20
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,14 +82,16 @@ class SessionStore:
 
     def _path(self, owner: str, name: str) -> Path:
         # The length keeps different pairs of owner and name apart.
-        return self._folder / hashlib.sha256(f"{len(owner)}:{owner}{name}".encode("utf-8", "surrogatepass")).hexdigest()
+        digest = hashlib.sha256(f"{len(owner)}:{owner}{name}".encode("utf-8", "surrogatepass"))
+        return self._folder / f"state-{digest.hexdigest()}"
 
     def _clean(self) -> int:
         """Remove the least recently used states if all take too much space. Return the bytes in use."""
         states: list[tuple[float, int, str]] = []
         for entry in os.scandir(self._folder):
-            with suppress(OSError):  # another service may be cleaning too
-                states.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+            if _OWN_FILE.fullmatch(entry.name):
+                with suppress(OSError):  # another service may be cleaning too
+                    states.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
         used = sum(size for _, size, _ in states)
         if used > self._limit_bytes:
             for _, size, path in sorted(states):
