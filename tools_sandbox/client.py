@@ -37,7 +37,7 @@ CONNECT_TIMEOUT_S = 5.0
 QUEUE_WAIT_S = 150.0
 """Default `queue_wait_s`. The service queues a call for 120 s at most (`SandboxConfig.queue_s`), then answers 429."""
 RETRIES = 4
-_TOO_MANY_REQUESTS = 429
+_REQUEST_TIMEOUT, _TOO_MANY_REQUESTS = 408, 429
 _GRACE_S = 1.0
 """Seconds to wait for an answer beyond the deadline, since the service itself answers when the deadline passes."""
 
@@ -107,10 +107,10 @@ class _Call:
         return pause_s
 
     def read_answer(self, status: int, headers: Mapping[str, str], content: bytes) -> ToolAnswer:
-        """Return the answer in an HTTP reply. Raises _RetryableError (429, 5xx) or SandboxDenied."""
+        """Return the answer in an HTTP reply. Raises _RetryableError (408, 429, 5xx) or SandboxDenied."""
         if status != 200:
             detail = content.decode("utf-8", "replace")
-            if status >= 500 or status == _TOO_MANY_REQUESTS:
+            if status >= 500 or status in (_REQUEST_TIMEOUT, _TOO_MANY_REQUESTS):
                 after = headers.get("Retry-After", "")
                 retry_after_s = float(after) if after.isdecimal() else 0.0
                 raise _RetryableError(f"HTTP {status}: {detail[:200]}", status, retry_after_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import math
@@ -14,20 +13,20 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive
 
 from tools_sandbox.service.deduplication import RequestIdReused
 from tools_sandbox.service.dispatch import Call, NoAnswer, ToolService
+from tools_sandbox.service.intake import Intake
 
 log = logging.getLogger("tools_sandbox")
 
 _GRACE_S = 1
 """Seconds after the last call has ended until connections are cut, so that its answer can be sent."""
-_MAX_BODY_BYTES = 8 << 20
 _MAX_PROBLEMS = 5
 _FULL_POLL_S = 0.01
 _SHUTDOWNS_PER_POLL = 16
@@ -70,30 +69,8 @@ class _AsciiJson(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-class _BodyLimit:
-    """Middleware that rejects a too large body with 413 before it is read into memory."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > _MAX_BODY_BYTES:
-            status = 411 if b"transfer-encoding" in headers else 413
-            message = f"the body may have at most {_MAX_BODY_BYTES} bytes, and its length must be given"
-            refusal = _AsciiJson({"detail": message}, status)
-            return await refusal(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
 def build_app(service: ToolService, token: str | None) -> FastAPI:
-    """Return the application.
-
-    token: bearer token that callers need, except for /health, /docs and /openapi.json. None: everyone may call.
-    """
+    """Return the application. token: see `Intake`."""
     app = FastAPI(
         title="tools_sandbox",
         description="Tools for language models: isolated Python, search, browse.",
@@ -101,16 +78,9 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         redoc_url=None,
         exception_handlers={RequestValidationError: _answer_malformed},
     )
-    app.add_middleware(_BodyLimit)
+    app.add_middleware(Intake, token=token)
 
-    expected = None if token is None else f"Bearer {token}".encode()
-
-    async def check_token(request: Request) -> None:
-        actual = request.headers.get("authorization", "").encode()
-        if expected is not None and not hmac.compare_digest(actual, expected):
-            raise HTTPException(401, "missing or wrong bearer token", {"WWW-Authenticate": "Bearer"})
-
-    @app.post("/call", dependencies=[Depends(check_token)], response_model=AnswerBody)
+    @app.post("/call", response_model=AnswerBody)
     async def call(body: CallBody, request: Request) -> Response:
         """Run a tool. After 429 and 503 repeat the call with the same request id; Retry-After has the seconds."""
         deadline = math.inf if body.deadline_s is None else time.monotonic() + body.deadline_s
@@ -124,7 +94,7 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
             raise HTTPException(409, str(error)) from error
         return answer
 
-    @app.get("/tools", dependencies=[Depends(check_token)])
+    @app.get("/tools")
     async def tools() -> list[dict[str, object]]:
         """Return the tools with the JSON schemas of their arguments."""
         return [
@@ -137,7 +107,7 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
         """Return the state of the service and its counts since the start."""
         return service.health()
 
-    @app.get("/metrics", dependencies=[Depends(check_token)])
+    @app.get("/metrics")
     async def metrics() -> Response:
         """Return all metrics in the text format of Prometheus."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -178,7 +148,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that prints a ready line, drains calls before it stops, and bounds its connections.
 
     connections: number that may be open at a time. Further callers wait in the kernel's queue while the oldest
-    connections are closed: idle ones at once, others when their call has been answered.
+    connections are closed: at once if they are idle or their request is incomplete, else when their call has been
+    answered.
     """
 
     def __init__(self, app: FastAPI, service: ToolService, ready_line: str, connections: int) -> None:
@@ -186,6 +157,9 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
+                # It bounds the size of headers. No WebSockets: their connections would not be counted.
+                http="h11",
+                ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -246,7 +220,11 @@ class Server(uvicorn.Server):
         for _ in range(min(_SHUTDOWNS_PER_POLL, len(self._admitted))):
             oldest = self._admitted.popleft()
             if oldest in self.server_state.connections:
-                oldest.shutdown()
+                request = oldest.cycle
+                if request is not None and request.more_body and not request.response_complete:
+                    oldest.transport.abort()
+                else:
+                    oldest.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let calls in flight finish, cancel those that take too long, then cut the connections."""

@@ -1,0 +1,110 @@
+"""The intake: callers without the token, and bodies that do not arrive, cost no memory and delay no caller."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import requests
+from starlette.types import Message, Receive, Scope, Send
+
+from tests.tools_sandbox.helpers.services import running
+from tools_sandbox.client import SandboxClient
+from tools_sandbox.service.intake import Intake
+
+TOKEN = "open sesame"
+BODY_BYTES = 8_000_000
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Any]:
+    """A service with a token that may open 256 files."""
+    config = {"max_concurrency": 8, "workers": 1}
+    with running(config, open_files=256, env={"TOOLS_SANDBOX_TOKEN": TOKEN}) as service:
+        yield service
+
+
+def begin(service: Any, token: str, body: bytes = b"") -> socket.socket:
+    """Open a connection, and send the headers of a large request and the beginning of its body."""
+    connection = socket.create_connection(("127.0.0.1", int(service.url.rsplit(":", 1)[1])), timeout=30)
+    head = f"POST /call HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {BODY_BYTES}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_wrong_token_is_refused_before_body_arrives(guarded: Any) -> None:
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(begin(guarded, "wrong")) for _ in range(40)]
+        assert {each.recv(1 << 16).split(b"\r\n")[0] for each in strangers} == {b"HTTP/1.1 401 Unauthorized"}
+        with SandboxClient(guarded.url, TOKEN) as client:
+            assert client.call("python", {"code": "6 * 7"}).text == "42"
+
+
+def test_incomplete_bodies_starve_no_caller(guarded: Any) -> None:
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(begin(guarded, TOKEN, body=b'{"tool": '))
+        assert requests.get(f"{guarded.url}/health", timeout=30).json()["status"] == "ok"
+        with SandboxClient(guarded.url, TOKEN) as client:
+            assert client.call("python", {"code": "6 * 7"}).text == "42"
+
+
+class Caller:
+    """A request to an intake, whose body arrives when the test says so."""
+
+    def __init__(self, intake: Intake, address: str = "10.0.0.1") -> None:
+        self._body: asyncio.Queue[Message] = asyncio.Queue()
+        self.status = 0
+        scope: Scope = {"type": "http", "path": "/call", "headers": [], "client": (address, 1)}
+        self.done = asyncio.ensure_future(intake(scope, self._body.get, self._note))
+
+    async def _note(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+
+    def send(self, size: int, *, more: bool = False) -> None:
+        self._body.put_nowait({"type": "http.request", "body": bytes(size), "more_body": more})
+
+
+async def answer_when_released(scope: Scope, receive: Receive, send: Send) -> None:
+    """Act as the application: read the body, then answer when the caller sends one more message."""
+    body = (await receive())["body"]
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_body_has_a_deadline() -> None:
+    async def run() -> int:
+        caller = Caller(Intake(answer_when_released, None, body_s=0.05))
+        caller.send(10, more=True)
+        await caller.done
+        return caller.status
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 408
+
+
+@pytest.mark.parametrize(("limits", "other"), [({"max_peer_bytes": 100}, 200), ({"max_bytes": 100}, 429)])
+def test_unanswered_bodies_are_bounded(limits: dict[str, int], other: int) -> None:
+    async def run() -> list[int]:
+        intake = Intake(answer_when_released, None, **limits)
+        first, second, third = Caller(intake), Caller(intake), Caller(intake, "10.0.0.2")
+        first.send(80)
+        await asyncio.sleep(0)
+        for caller in (second, third):
+            caller.send(15, more=True)
+            caller.send(15)
+            caller.send(0)
+        await asyncio.gather(second.done, third.done)
+        first.send(0)
+        await first.done
+        after = Caller(intake)  # the first body counts no more
+        after.send(80)
+        after.send(0)
+        await after.done
+        return [each.status for each in (first, second, third, after)]
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [200, 429, other, 200]
