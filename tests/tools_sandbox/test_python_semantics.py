@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.tools_sandbox.helpers.services import python_pool
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import Limits
 
 OK_CASES = [
     ("1 + 1", "2"),
@@ -92,6 +94,13 @@ def test_calls_start_with_fresh_state(client: SandboxClient) -> None:
 def test_calls_draw_different_random_numbers(client: SandboxClient) -> None:
     draws = {client.call("python", {"code": "import random; random.random()"}).text for _ in range(3)}
     assert len(draws) == 3
+
+
+def test_generators_of_preloaded_modules_differ_between_calls() -> None:
+    modules = ("numpy.random", "sympy.core.random")
+    with python_pool(Limits(), preload=modules) as run:
+        for name in modules:
+            assert len({run(f"import {name} as module; module.uniform(0, 1)").text for _ in range(3)}) == 3
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

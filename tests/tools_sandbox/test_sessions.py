@@ -146,6 +146,14 @@ def test_forged_state_harms_only_its_session(session: tuple[RunCode, Any]) -> No
     assert run("6 * 7").text == "42"
 
 
+def test_output_on_descriptor_of_state_is_bounded(session: tuple[RunCode, Any]) -> None:
+    run, _ = session
+    run("n = 1", keep="o/1")
+    flood = run("import os\nwhile True: os.write(3, bytes(1 << 16))", state="o/1", keep="o/2", timeout_s=30)
+    assert (flood.status, "4 MiB to the descriptor" in flood.text) == ("error", True)
+    assert run("n", state="o/2").text == "1"
+
+
 def test_kept_states_can_be_loaded(session: tuple[RunCode, Any]) -> None:
     run, _ = session
     for _ in range(5):  # two processes reach the end: the state is that of the call's first process

@@ -181,6 +181,8 @@ def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
                 if chunk:
                     streams[key.fd].add(chunk)
                     output_left -= len(chunk) if key.fd != watched.state else 0
+                    if key.fd == watched.state and streams[key.fd].is_cut:
+                        return "state"
                 else:
                     selector.unregister(key.fd)
             if output_left < 0:

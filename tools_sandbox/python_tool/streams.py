@@ -14,8 +14,6 @@ from tools_sandbox.python_tool.walls import WorkerLimits
 class CapturedStream:
     """An output stream that is read completely, so that its writer never blocks, and kept in part."""
 
-    """One output stream of which only a part is kept, while all of it is read so that the writer never blocks."""
-
     limit_bytes: int
     tail: bool
     """Keep the end (where a traceback names the error) instead of the beginning."""
@@ -32,10 +30,15 @@ class CapturedStream:
         elif len(self.data) < self.limit_bytes:
             self.data += chunk[: self.limit_bytes - len(self.data)]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether more has arrived than is kept."""
+        return self.total_bytes > len(self.data)
+
     def text(self, limit_chars: int) -> str:
         """Return the kept part, at most limit_chars characters, with a note if the stream was longer."""
         text = self.data.decode("utf-8", "replace")
-        if self.total_bytes <= len(self.data) and len(text) <= limit_chars:
+        if not self.is_cut and len(text) <= limit_chars:
             return text.rstrip("\n")
         note = f"[output truncated: {self.total_bytes} bytes in all, the {{}} {limit_chars} characters are shown]"
         if self.tail:
@@ -49,7 +52,7 @@ def judge(
     """Return status and text of a call that has ended.
 
     ended_by: "status" (the worker ended), "deadline", or the bound of the whole call that it broke: "CPU", "memory",
-    "processes", "output". report: message of the init process, see `worker.run_init`.
+    "processes", "output", "state". report: message of the init process, see `worker.run_init`.
     """
     shown = request.output_chars
     out_of_time = {
@@ -58,6 +61,7 @@ def judge(
     }
     too_much = {
         "output": f"the code wrote more than {request.output_mb} MiB of output",
+        "state": f"the code wrote more than {request.state_mb} MiB to the descriptor of the session's state",
         "processes": f"the code had more than {limits.processes} processes",
         "memory": f"the processes of the code used more than {limits.memory_mb} MiB of memory",
     }

@@ -122,9 +122,10 @@ def _reset_interpreter() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The choice of a Python that starts without epoll.
     selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment, misc]  # typed as one class
-    if "numpy.random" in sys.modules:
-        # Otherwise its preloaded global generator would draw the same numbers in every call.
-        sys.modules["numpy.random"].seed()
+    for name in ("numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            # Otherwise the global generator of a preloaded module would draw the same numbers in every call.
+            sys.modules[name].seed()
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     # Line-buffered, so that printed lines are not lost at a time limit.
     sys.stdout = io.TextIOWrapper(open(1, "wb"), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
