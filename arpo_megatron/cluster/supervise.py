@@ -19,7 +19,6 @@ machine: services are restarted within limits, and the first fatal exit ends the
 
 import math
 import os
-import secrets
 import signal
 import sys
 import time
@@ -46,7 +45,6 @@ from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
-from tools_sandbox.config import TOKEN_VARIABLE
 
 _T = TypeVar("_T")
 UNFINISHED = 75
@@ -259,8 +257,6 @@ def _read_secrets(profile: ClusterProfile) -> None:
                 raise UserError(f"cannot read the secret {name} from {source}: {error.strerror}") from None
         elif not os.environ.get(name):
             raise UserError(f"the secret {name} is not in the environment that sbatch passed on")
-    # The tool service can be reached from other nodes, so callers must authenticate.
-    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
 
 def _report(error: Exception, code: int) -> int:

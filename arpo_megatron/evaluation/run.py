@@ -1,6 +1,5 @@
 """`arpo eval`: answer questions, score the answers, save them as they arrive, and report."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -31,7 +30,6 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.utils.atomic import write_json
-from tools_sandbox.config import TOKEN_VARIABLE
 
 _LOG_EVERY_S = 10.0
 # TIR: tool-integrated reasoning.
@@ -244,11 +242,10 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
         if target.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAgent
 
-            token = os.environ.get(TOKEN_VARIABLE) or None
             if tools is Tools.NONE:
                 yield ServerAgent(target.url, target.name, config, tools, None, log=evaluation.log)
                 return
-            with tool_service(config, out, supervisor) as sandbox_url:
+            with tool_service(config, out, supervisor) as (sandbox_url, token):
                 yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, evaluation.log)
             return
         from arpo_megatron.evaluation.agents.engine import EngineAgent

@@ -18,6 +18,7 @@ from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
 from arpo_megatron.rollout.handle import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
+from tools_sandbox.config import TOKEN_VARIABLE
 
 SANDBOX_STARTUP_S = 180.0
 
@@ -46,7 +47,8 @@ def services(
             _engine(config, run, model, index, backend, scratch, token) for index in range(config.engine.replicas)
         ]
         (port,) = backend.ports("sandbox", 1)
-        sandbox = sandbox_service(run, port, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
+        sandbox_token = _sandbox_token()
+        sandbox = sandbox_service(run, port, sandbox_token, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
         (port,) = backend.ports("rollout", 1)
         rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
         supervisor.serve(backend.place("sandbox", sandbox), *engines, backend.place("rollout", rollout))
@@ -62,19 +64,32 @@ def services(
         )
         if router is not None:
             supervisor.serve(backend.place("router", router))
-        yield Services(sandbox.url, urls, rollout_socket(scratch), router.url if router is not None else None, token)
+        yield Services(
+            sandbox.url,
+            urls,
+            rollout_socket(scratch),
+            router_url=router.url if router is not None else None,
+            engine_token=token,
+            sandbox_token=sandbox_token,
+        )
         supervisor.check()
 
 
 @contextmanager
-def tool_service(config: JobConfig, run: RunDirectory, supervisor: Supervisor) -> Iterator[str]:
-    """Start the tool service alone, on this machine, and yield its URL. Raises ProcessDiedError."""
+def tool_service(config: JobConfig, run: RunDirectory, supervisor: Supervisor) -> Iterator[tuple[str, str]]:
+    """Start the tool service alone, on this machine, and yield its URL and token. Raises ProcessDiedError."""
     (port,) = LocalBackend().ports("sandbox", 1)
-    sandbox = sandbox_service(run, port, hang_timeout_s=config.engine.hang_timeout_s)
+    token = _sandbox_token()
+    sandbox = sandbox_service(run, port, token, hang_timeout_s=config.engine.hang_timeout_s)
     with supervisor.serving(run, restarts=config.engine.restarts):
         supervisor.serve(sandbox)
-        yield sandbox.url
+        yield sandbox.url, token
         supervisor.check()
+
+
+def _sandbox_token() -> str:
+    """Return the token of the tool service: the user's, who may want to read its /metrics, or a new one."""
+    return os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
 
 
 def _engine(
@@ -99,15 +114,17 @@ def _engine(
     return replace(backend.place(role, spec), held_by=run.memory_lent)
 
 
-def sandbox_service(run: RunDirectory, port: int, *, hang_timeout_s: float, host: str = "127.0.0.1") -> ServiceSpec:
-    """Return how to start the tool service; it takes its token, if any, from this process's environment."""
+def sandbox_service(
+    run: RunDirectory, port: int, token: str, *, hang_timeout_s: float, host: str = "127.0.0.1"
+) -> ServiceSpec:
+    """Return how to start the tool service. Its token is in its environment: all users can read its arguments."""
     options = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
     return ServiceSpec(
         name="sandbox",
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "tools_sandbox", *options],
         log=run.logs / "sandbox.log",
-        environment=dict(os.environ),
+        environment={**os.environ, TOKEN_VARIABLE: token},
         startup_timeout_s=SANDBOX_STARTUP_S,
         hang_timeout_s=hang_timeout_s,
         grace_s=GRACE_S,

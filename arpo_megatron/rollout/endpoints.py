@@ -36,16 +36,19 @@ class Services:
     """None if there is no router."""
     engine_token: str | None = field(default=None, repr=False)
     """Bearer token of engines and router. Without it anyone who can reach them could replace the policy's weights."""
+    sandbox_token: str | None = field(default=None, repr=False)
+    """Bearer token of the tool service."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that pass the addresses to the trainer."""
+        """Environment variables that pass the addresses and tokens to the trainer."""
         router = {} if self.router_url is None else {ROUTER_URL: self.router_url}
         return {
             SANDBOX_URL: self.sandbox_url,
             ENGINE_URLS: " ".join(self.engine_urls),
             ROLLOUT_SOCKET: str(self.rollout_socket),
             ENGINE_TOKEN_VARIABLE: self.engine_token or "",
+            TOKEN_VARIABLE: self.sandbox_token or "",
             **router,
         }
 
@@ -58,6 +61,7 @@ class Services:
             rollout_socket=Path(os.environ[ROLLOUT_SOCKET]),
             router_url=os.environ.get(ROUTER_URL),
             engine_token=os.environ.get(ENGINE_TOKEN_VARIABLE) or None,
+            sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
         )
 
 
@@ -72,7 +76,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         request_timeout_s=config.engine.request_timeout_s,
         retry_for_s=config.engine.retry_for_s,
         expert_routes=_expert_routes(config, model),
-        sandbox_token=os.environ.get(TOKEN_VARIABLE) or None,
+        sandbox_token=services.sandbox_token,
         engine_token=services.engine_token,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)

@@ -28,7 +28,6 @@ from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import NodeLayout
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted
-from tools_sandbox.config import TOKEN_VARIABLE
 
 NOBODYS = "99999999999"
 """A job id that no Slurm assigns."""
@@ -58,7 +57,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     save_profile(check_profile({"account": "a", "runs": str(tmp_path), "gpus_per_node": 0}, "here"), directory.cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
-    monkeypatch.setenv(TOKEN_VARIABLE, "a job makes one where there is none, and in this process it would stay")
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Refusing().call)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: ["n1"])

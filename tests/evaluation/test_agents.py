@@ -108,7 +108,7 @@ def test_server_agent_calls_tools_through_openai_s_format(stage: Stage, monkeypa
     monkeypatch.setenv("OPENAI_API_KEY", stage.ready.engine_token or "")
     url = stage.ready.engine_urls[0]
     name = served_model(url, stage.config)
-    agent = ServerAgent(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url)
+    agent = ServerAgent(url, name, stage.config, Tools.TRAINED, stage.ready.sandbox_url, stage.ready.sandbox_token)
     found = responses(agent, stage.pending)
     called = [response for response in found.values() if response.tool_calls]
     assert called

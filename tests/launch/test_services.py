@@ -3,10 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+import pytest
+
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import services
 from arpo_megatron.launch.backend import LocalBackend
+from arpo_megatron.launch.supervisor import Supervisor
+from tools_sandbox.client import SandboxClient, SandboxDenied
+from tools_sandbox.config import TOKEN_VARIABLE
 
 
 def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
@@ -21,3 +27,19 @@ def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]
     assert [seed(replace(config, seed=5), index) for index in range(2)] == ["5", "6"]
+
+
+def test_tool_service_of_a_job_needs_the_token_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    run = RunDirectory(tmp_path)
+    run.sandbox_config.write_text("python: {preload: []}")
+    with Supervisor(run.logs) as supervisor, services.tool_service(JobConfig("test"), run, supervisor) as (url, token):
+        with SandboxClient(url, token) as client:
+            assert client.call("python", {"code": "6 * 7"}).text == "42"
+        with SandboxClient(url) as stranger, pytest.raises(SandboxDenied, match="401"):
+            stranger.call("python", {"code": "6 * 7"})
+        commands = [each.cmdline() for each in psutil.Process().children(recursive=True)]
+        written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tools_sandbox" in command for command in commands)
+    assert not any(token in word for command in commands for word in command)
+    assert not any(token.encode() in content for content in written)

@@ -137,6 +137,7 @@ class Fleet:
                 router_url=cuts[0].url if routed else None,
                 engine_token=TOKEN,
                 sandbox_url=tools.url,
+                sandbox_token=TOKEN,
                 tokenizer_path=self.model,
                 seed=4,
                 retry_for_s=ENGINE.retry_for_s,
@@ -165,7 +166,7 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
         )
         for index in range(ENGINES)
     ]
-    sandbox = sandbox_service(run, ports[-1], hang_timeout_s=ENGINE.hang_timeout_s)
+    sandbox = sandbox_service(run, ports[-1], TOKEN, hang_timeout_s=ENGINE.hang_timeout_s)
     rollout = rollout_service(
         scratch, ports[-2], log_path=run.logs / "rollout.log", hang_timeout_s=ENGINE.hang_timeout_s
     )
