@@ -58,7 +58,7 @@ class Tool:
         """
 
     async def stop(self) -> None:
-        """Release resources. Called at the end if the tool runs in the service."""
+        """Release resources. Called at the end, in the process that runs the tool, if it is not killed."""
 
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
         """Execute one call. Return a failure that the model should read as an "error"; do not raise it.

@@ -1,36 +1,29 @@
 """Tools of MCP servers (Model Context Protocol), through the client of the official `mcp` package.
 
-The service starts each server as a process and speaks to it over stdio. A server has the service's rights and is not
-isolated, so the operator must trust it.
+A server has the service's rights and is not isolated, so the operator must trust it. Each server and its client have a
+worker process of their own: a message that takes seconds to parse delays only calls of this server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import anyio
 import mcp
 from mcp.client.stdio import get_default_environment
 from mcp.types import CONNECTION_CLOSED, TextContent
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import ConfigError, McpServerConfig
+from tools_sandbox.mcp.transport import server_process
 from tools_sandbox.tool import Tool, ToolBroken
 
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 60.0
-_RELAY = Path(__file__).with_name("relay.py")
-_LINE_BYTES = 4 << 20
-"""Longest answer that is parsed. Parsing blocks the service's event loop for some 20 ms."""
-_DISCONNECTED = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream)
 
 
 class McpServer:
@@ -38,52 +31,54 @@ class McpServer:
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self.name = name
-        relayed = ["-I", "-S", str(_RELAY), str(_LINE_BYTES), config.command, *config.args]
-        self._parameters = mcp.StdioServerParameters(command=sys.executable, args=relayed, env=dict(config.env))
+        self._config = config
         self._keeper: asyncio.Task[None] | None = None
         self._client: asyncio.Future[mcp.Client] | None = None
+        self._ended = asyncio.Event()
         self._connecting = asyncio.Lock()
 
     async def client(self) -> mcp.Client:
         """Return the connected client. Raises what connecting raised."""
         async with self._connecting:
-            if self._client is None or self._keeper is None or self._keeper.done():
+            if self._client is None or self._keeper is None or self._ended.is_set():
+                await self.stop()
+                self._ended = asyncio.Event()
                 self._client = asyncio.get_running_loop().create_future()
                 # The library's task groups require that one task opens and closes the connection.
-                self._keeper = asyncio.create_task(self._keep(self._client))
+                self._keeper = asyncio.create_task(self._keep(self._client, self._ended))
             async with asyncio.timeout(_START_TIMEOUT_S):
                 return await asyncio.shield(self._client)
 
-    async def _keep(self, connected: asyncio.Future[mcp.Client]) -> None:
+    async def _keep(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
         try:
-            async with mcp.Client(self._parameters) as client:
+            async with mcp.Client(server_process(self.name, self._config, ended)) as client:
                 connected.set_result(client)
-                await asyncio.Event().wait()
+                await ended.wait()
+                log.warning("an MCP server ended", extra={"server": self.name})
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # includes the library's exception groups
             if not connected.done():
                 connected.set_exception(RuntimeError(_innermost(error)))
             else:
-                log.warning("MCP server ended", extra={"server": self.name, "reason": _innermost(error)})
+                log.warning("an MCP server ended", extra={"server": self.name, "reason": _innermost(error)})
         finally:
+            ended.set()
             if not connected.done():
                 connected.cancel()
 
     async def stop(self) -> None:
         """Disconnect from the server, which ends its process."""
         if self._keeper is not None:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+            if not self._ended.is_set():  # else it is ending the process
+                self._keeper.cancel()
+            await asyncio.wait([self._keeper])
             self._keeper = None
 
 
 class McpTool(Tool):
     """One tool of an MCP server."""
 
-    # The server is already a separate process.
-    in_worker = False
     # It is unknown whether a call may run twice.
     repeatable = False
 
@@ -108,12 +103,7 @@ class McpTool(Tool):
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
-            await self._server.stop()
-            raise ToolBroken(f"MCP server {self._server.name}: it ended in the middle of a call") from error
-        except _DISCONNECTED as error:
-            # A connection that failed during a call is not used again.
-            await self._server.stop()
-            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+            raise ToolBroken(f"MCP server {self._server.name}: the connection ended in the middle of a call") from error
         except Exception as error:  # the answer violates the protocol; other calls are not affected
             raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]

@@ -13,7 +13,7 @@ _FOR_SERVICE = 64
 _FOR_PYTHON_CALL = 4
 """A pair of sockets and the state of a session. A process that waits for its code also has the pair."""
 _FOR_PROCESS = 4
-"""A worker or an MCP server, including what its start takes."""
+"""A worker, including what its start takes."""
 _MIN_CONNECTIONS = 32
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -80,7 +81,11 @@ class ToolService:
         except BaseException:
             self.close()
             raise
-        self._workers = WorkerPool(self._config, [self._index_folder.path] if self._index_folder else [])
+        remove: list[Path] = [self._index_folder.path] if self._index_folder else []
+        self._workers = WorkerPool(replace(self._config, mcp={}), remove)
+        self._mcp_pools: dict[str, WorkerPool] = {}
+        """Pool of one worker by the name of a tool of its MCP server."""
+        self._pools = [self._workers]
         self._queues: dict[str, FairQueue] = {}
         self._requests = RequestDeduplicator(config.replay_s, config.orphan_s)
         self._calls: set[asyncio.Task[ToolAnswer]] = set()
@@ -112,22 +117,22 @@ class ToolService:
 
     async def start(self) -> None:
         """Start the tools and workers. Raises ConfigError or SandboxBroken; `stop` ends everything that has started."""
-        if self._config.mcp:
-            from tools_sandbox.mcp.tools import connect
-
-            mcp_tools = await connect(self._config.mcp)
-            self._started += mcp_tools
-            self.tools = tools_by_name([*self.tools.values(), *mcp_tools])
+        for name, server in self._config.mcp.items():
+            pool = WorkerPool(SandboxConfig(mcp={name: server}, log=self._config.log, workers=1), [])
+            self._pools.append(pool)
+            await pool.start()
+            self._mcp_pools |= {tool.name: pool for tool in pool.tools}
+            self.tools = tools_by_name([*self.tools.values(), *pool.tools])
         slots = self._config.max_concurrency
         waiting = self._budget.max_waiting(len(self.tools), slots, self._config.max_waiting)
         if waiting < self._config.max_waiting:
             log.warning("max_waiting: only %d per tool, since the limit of open files is low (ulimit -Hn)", waiting)
         for name, tool in self.tools.items():
             self._queues[name] = FairQueue(slots, waiting)
-            if not tool.in_worker and tool not in self._started:
+            if not tool.in_worker:
                 await tool.start()
                 self._started.append(tool)
-        if any(tool.in_worker for tool in self.tools.values()):
+        if any(tool.in_worker and name not in self._mcp_pools for name, tool in self.tools.items()):
             await self._workers.start()
         log.info("tools: %s", ", ".join(sorted(self.tools)))
 
@@ -205,8 +210,8 @@ class ToolService:
     async def _run(self, tool: Tool, arguments: Any, timeout_s: float) -> ToolResult:
         try:
             if tool.in_worker:
-                values = _as_json(arguments)
-                return await self._workers.run(tool.name, values, timeout_s, repeatable=tool.repeatable)
+                pool = self._mcp_pools.get(tool.name, self._workers)
+                return await pool.run(tool.name, _as_json(arguments), timeout_s, repeatable=tool.repeatable)
             if tool.enforces_timeout:
                 return ToolResult(*await tool.run(arguments, timeout_s))
             try:
@@ -293,7 +298,7 @@ class ToolService:
             task.cancel()
         if calls:
             await asyncio.wait(calls)
-        await self._workers.stop()
+        await asyncio.gather(*(pool.stop() for pool in self._pools))
         for tool in self._started:
             await tool.stop()
 

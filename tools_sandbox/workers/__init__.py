@@ -1,4 +1,4 @@
-"""Worker processes that run search, browse and plug-in tools, and the pool that starts and replaces them.
+"""Worker processes that run search, browse, plug-in and MCP tools, and the pools that start and replace them.
 
-May import `catalog`, the tools' packages and everything below them, but not `service` or `mcp`.
+May import `catalog`, `mcp`, the tools' packages and everything below them, but not `service`.
 """

@@ -7,13 +7,12 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,15 @@ from pydantic import TypeAdapter
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, SandboxConfig
-from tools_sandbox.tool import ToolBroken
+from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.utils import frames
+from tools_sandbox.workers.published import PublishedTool
 
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 120.0
+_END_S = 10.0
+"""Seconds for a worker to stop its tools and end, before it is killed."""
 _CANCEL_GRACE_S = 3.0
 """Seconds for a worker to confirm that a cancelled call has ended. After that it counts as hung and is replaced."""
 _DEATHS_TO_SUSPECT, _DEATHS_TO_GIVE_UP = 2, 3
@@ -54,14 +56,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool of `config.workers` processes. Belongs to one event loop.
+    """A pool of `config.workers` processes, which run the tools of a configuration. Belongs to one event loop.
 
     remove: folders that a worker removes when it finds that the service has died.
     """
 
     def __init__(self, config: SandboxConfig, remove: list[Path]) -> None:
-        # Workers need no MCP servers, nor the secrets in their environment.
-        config_values = TypeAdapter(SandboxConfig).dump_python(replace(config, mcp={}), mode="json")
+        config_values = TypeAdapter(SandboxConfig).dump_python(config, mode="json")
         self._first = frames.encode({"config": config_values, "remove": [str(folder) for folder in remove]})
         self._wanted = config.workers
         self._workers: list[_Worker] = []
@@ -74,6 +75,8 @@ class WorkerPool:
         """Processes that do not serve yet."""
         self._stopping = False
         self.restarts = 0
+        self.tools: list[Tool] = []
+        """Tools that the workers run, known after the start."""
 
     @property
     def alive(self) -> int:
@@ -207,6 +210,7 @@ class WorkerPool:
         if ready is None or "error" in ready:
             await _end(process, writer)
             raise ConfigError(ready["error"] if ready else "a worker ended at its start; see the log")
+        self.tools = [PublishedTool(description) for description in ready["tools"]]
         return _Worker(process, reader, writer)
 
     async def _listen(self, worker: _Worker) -> None:
@@ -245,12 +249,18 @@ class WorkerPool:
         task.add_done_callback(self._background.discard)
 
     async def stop(self) -> None:
-        """Kill all workers and end their calls."""
+        """Let all workers stop their tools and end. Those that take too long are killed."""
         self._stopping = True
         await self._notify()
-        for process in [*self._starting, *(worker.process for worker in self._workers)]:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
+        for process in self._starting:
+            process.kill()
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.writer.write_eof()
+        if self._background:
+            await asyncio.wait(list(self._background), timeout=_END_S)
+        for worker in self._workers:
+            worker.process.kill()
         while self._background:
             await asyncio.wait(list(self._background), timeout=_CANCEL_GRACE_S + 1)
 

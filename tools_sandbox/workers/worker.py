@@ -1,4 +1,4 @@
-"""A worker process, which runs search, browse and plug-in tools for the service that started it.
+"""A worker process, which runs search, browse and plug-in tools, or those of one MCP server, for its service.
 
 These tools read hostile pages and run users' code. In a worker, a crash, a hang or a leak costs only the calls of that
 process. A worker lives as long as its socket to the service.
@@ -7,6 +7,7 @@ process. A worker lives as long as its socket to the service.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -22,10 +23,13 @@ from tools_sandbox.catalog import worker_tools
 from tools_sandbox.config import ConfigError, SandboxConfig
 from tools_sandbox.tool import Tool, ToolBroken, check_arguments
 from tools_sandbox.utils import frames, logs
+from tools_sandbox.workers.published import describe
 
 log = logging.getLogger("tools_sandbox")
 
 _MAX_STANDSTILL_S = 30.0
+_STOP_S = 8.0
+"""Seconds for all tools to stop. An MCP server needs up to four."""
 
 
 async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult | None:
@@ -49,14 +53,14 @@ async def _serve(control: socket.socket) -> None:
     config: SandboxConfig = TypeAdapter(SandboxConfig).validate_python(first["config"])
     logs.set_up(config.log.format)
     try:
-        tools = {tool.name: tool for tool in worker_tools(config)}
+        tools = {tool.name: tool for tool in [*worker_tools(config), *await _mcp_tools(config)]}
         for tool in tools.values():
             await tool.start()
     except ConfigError as error:
         writer.write(frames.encode({"error": str(error)}))
         await writer.drain()
         return
-    writer.write(frames.encode({"ready": os.getpid()}))
+    writer.write(frames.encode({"tools": [describe(tool) for tool in tools.values()]}))
     running: dict[int, asyncio.Task[None]] = {}
     heartbeat = asyncio.create_task(_heartbeat())
 
@@ -76,10 +80,22 @@ async def _serve(control: socket.socket) -> None:
                 running[message["cancel"]].cancel()
         else:
             running[message["id"]] = asyncio.create_task(call(message))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STOP_S):
+            for tool in tools.values():
+                await tool.stop()
     heartbeat.cancel()
     # The service is gone, perhaps killed, so its folders are removed here.
     for folder in first["remove"]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _mcp_tools(config: SandboxConfig) -> list[Tool]:
+    if not config.mcp:
+        return []
+    from tools_sandbox.mcp.tools import connect  # late: other workers do not need the library
+
+    return await connect(config.mcp)
 
 
 async def _heartbeat() -> None:

@@ -10,16 +10,20 @@ ANY = {"type": "object", "properties": {}}
 BROKEN = {"type": "object", "properties": {"a": {"type": "zzz"}}}
 UNKNOWN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 PROMISED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "id_last", "id_hidden")]
+TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "parts", "garbage")]
 TOOLS += [{"name": "liar", "inputSchema": ANY, "outputSchema": PROMISED}, {"name": "unknown", "inputSchema": UNKNOWN}]
 TOOLS += [{"name": "broken", "inputSchema": BROKEN}] * ("--broken-schema" in sys.argv)
 lock = threading.Lock()
 
 
-def send(message):
+def write(line):
     with lock:
-        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def send(message):
+    write(json.dumps(message))
 
 
 def answer(number, name, arguments):
@@ -30,10 +34,10 @@ def answer(number, name, arguments):
             time.sleep(1.0)
         case "liar":
             result["structuredContent"] = {"x": "no integer"}
-        case "id_last":
-            return send({"result": result, "jsonrpc": "2.0", "id": number})
-        case "id_hidden":
-            return send({"result": result, "id": number, "x": "y" * 1000, "jsonrpc": "2.0"})
+        case "parts":
+            result["content"] = [{"type": "text", "text": ""}] * int(arguments["count"])
+        case "garbage":
+            return write(json.dumps({"jsonrpc": "2.0", "id": number, "result": result})[:-5])
     return send({"jsonrpc": "2.0", "id": number, "result": result})
 
 
