@@ -54,7 +54,7 @@ def test_incomplete_bodies_starve_no_caller(guarded: Any) -> None:
 
 
 class Caller:
-    """A request to an intake, whose body arrives when the test says so."""
+    """A request to an intake, whose body the test sends in parts."""
 
     def __init__(self, intake: Intake, address: str = "10.0.0.1") -> None:
         self._body: asyncio.Queue[Message] = asyncio.Queue()
