@@ -38,11 +38,11 @@ RELEASED = {
 @pytest.mark.parametrize("recipe", RELEASED)
 def test_recipes_have_the_hyper_parameters_of_the_released_scripts(recipe: str) -> None:
     job = resolve.resolve(recipe)
-    forks, prompts, minibatch, (prompt, response), calls = RELEASED[recipe]
+    forks, prompts, batch, (prompt, response), calls = RELEASED[recipe]
     algorithm = job.algorithm
     assert (algorithm.group_size, algorithm.initial_rollouts, algorithm.beam_size) == forks
     assert (algorithm.branch_probability, algorithm.entropy_weight) == (0.5, 0.2)
-    assert (job.train.tasks_per_step, job.train.tasks_per_step // algorithm.minibatches) == (prompts, minibatch)
+    assert (job.train.tasks_per_step, job.train.tasks_per_step // algorithm.minibatches) == (prompts, batch)
     assert (job.data.max_prompt_tokens, job.rollout.max_response_tokens) == (prompt, response)
     assert job.model.max_length == prompt + response
     assert (job.rollout.max_tool_calls, job.rollout.temperature, job.rollout.top_p) == (calls, 1.0, 1.0)
@@ -67,8 +67,8 @@ def test_variants_resolve_and_change_what_they_name(recipe: str) -> None:
     for variant in resolve.variant_names(recipe):
         layers = resolve.layers(f"{recipe}+{variant}")
         job = resolve.resolve(f"{recipe}+{variant}")
-        said = {key for key, source in sources(layers).items() if str(source) == f"variant {variant}"}
-        assert said, variant
+        changed = {key for key, source in sources(layers).items() if str(source) == f"variant {variant}"}
+        assert changed, variant
         for layer in layers:
             if str(layer) == f"variant {variant}":
                 ((section, keys),) = layer.values.items()

@@ -77,14 +77,19 @@ def test_unloadable_component_is_one_line(name: str, parts: list[str]) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_plugin_policy_without_forks_uses_group_size() -> None:
-    words = ["algorithm.branching=apart", "algorithm.group_size=4", "algorithm.initial_rollouts=8", "reward.kind=half"]
-    config = resolve("quickstart", overrides=words)
+    overrides = [
+        "algorithm.branching=apart",
+        "algorithm.group_size=4",
+        "algorithm.initial_rollouts=8",
+        "reward.kind=half",
+    ]
+    config = resolve("quickstart", overrides=overrides)
     assert initial_trajectories(config.algorithm) == 4
     assert _mix(config, 1.0).initial == 4
     with pytest.raises(
         UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random starts"
     ):
-        resolve("quickstart", overrides=["algorithm.branching=random", *words[1:]])
+        resolve("quickstart", overrides=["algorithm.branching=random", *overrides[1:]])
 
 
 def test_params_belong_to_component_and_are_typed() -> None:

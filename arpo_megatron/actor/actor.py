@@ -165,7 +165,7 @@ class Actor:
         logprobs, entropies = reduce_over_targets(whole).cpu().numpy()
         return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
-    def reference_logprobs(self, minibatches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
+    def reference_logprobs(self, batches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
         """Return `logprobs` of each batch's packs under the reference policy; None if no reference is kept.
 
         Call it once per step, before the first update: each call swaps the weights between host and device. Expert
@@ -181,7 +181,7 @@ class Actor:
                 )
             return None
         with self._reference.swap_in():
-            unrouted = [[drop_routes(pack) for pack in packs] for packs in minibatches]
+            unrouted = [[drop_routes(pack) for pack in packs] for packs in batches]
             return [self.logprobs(packs, training=False) for packs in unrouted]
 
     def update(

@@ -6,7 +6,8 @@ are in flight, also while the trainer trains. They continue across weight pushes
 tree. A tree that began with version v is trained by the update of version v + max_staleness at the latest: the step
 waits for it, or (`rollout.stale=drop`) continues without it and drops it when it finishes.
 
-Every tree left out is counted by reason and stored with it; all but surplus trees are replaced.
+Every tree left out is counted by reason and stored with it. New tasks replace failed trees, stale trees
+and groups without signal, in at most `rollout.max_refills` rounds per step; then the step continues with fewer trees.
 """
 
 from collections import Counter

@@ -75,9 +75,9 @@ class Training:
         mine = []
         if parallel.is_rank_zero():
             mine = build_batches([scored(task) for task in self.selector.next_batch(4)], config, actor.spec)
-        (minibatch,) = broadcast_batches(mine)
-        old = actor.logprobs(minibatch.packs)
-        ready = finish_credit(actor, minibatch, old, config, on_policy=True)
+        (batch,) = broadcast_batches(mine)
+        old = actor.logprobs(batch.packs)
+        ready = finish_credit(actor, batch, old, config, on_policy=True)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
         self.state.step += 1
         for name, value in (("tokens", stats.tokens), ("loss", stats.loss)):

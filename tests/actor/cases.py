@@ -198,7 +198,7 @@ def outputs(model, packs) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [model(*batches.make(index).inputs) for index in range(len(packs))]
 
 
-def minibatch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCredit]]:
+def batch(seed: int, count: int = 4) -> tuple[list[RolloutTree], list[TreeCredit]]:
     """Return grown trees with advantages of both signs, weighted as in a token mean."""
     forest = [grown(10 * seed + i) for i in range(count)]
     return forest, [plain_credit(t, dyadic_advantages(t, seed + i), 2.0**-7) for i, t in enumerate(forest)]

@@ -156,8 +156,8 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     references = actor.reference_logprobs([packs])
     reference = None if references is None else references[0]
     if problem.stale:
-        (minibatch,) = broadcast_batches([Batch(packs, problem.forest, problem.advantages)])
-        ready = finish_credit(actor, minibatch, old, actor.config, on_policy=False)
+        (batch,) = broadcast_batches([Batch(packs, problem.forest, problem.advantages)])
+        ready = finish_credit(actor, batch, old, actor.config, on_policy=False)
     else:
         ready = ReadyUpdate(packs, old, "policy")
     rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=reference)
@@ -243,7 +243,7 @@ def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
     rows = []
     for update in range(TAKEN):
         packs = pack_trees(
-            *cases.minibatch(update),
+            *cases.batch(update),
             token_budget=TREE_BUDGETS["cut" if update % 2 else "several"],
             ranks=layout.data,
             inherit=layout.nested_packs,

@@ -25,7 +25,7 @@ def new_actor(lr=1e-2, updates=10, dtype="float32", seed=1, **fields) -> Actor:
 
 
 def packs_of(seed: int, budget: int = 120):
-    return pack_trees(*cases.minibatch(seed), token_budget=budget)
+    return pack_trees(*cases.batch(seed), token_budget=budget)
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def test_logprobs_equal_those_of_each_trajectory_at_the_sampling_temperature():
 def test_gradient_norm_and_loss_equal_those_of_the_trajectories():
     algorithm = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.5)
     actor = new_actor(algorithm=algorithm)
-    forest, credits = cases.minibatch(1)
+    forest, credits = cases.batch(1)
     parameters = cases.parameters_of(actor)
     clip = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
     loss = sum(
@@ -188,7 +188,7 @@ def test_actor_refuses_impossible_calls():
 
 def test_cut_tree_trains_like_a_whole_one_and_leaves_no_context():
     whole, cut = new_actor(), new_actor()
-    forest, credits = cases.minibatch(1)
+    forest, credits = cases.batch(1)
     stats = whole.update(pack_trees(forest, credits, token_budget=10**6), None)
     packs = pack_trees(forest, credits, token_budget=24)
     assert sum(pack.inherited for pack in packs) > 0

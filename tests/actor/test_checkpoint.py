@@ -122,7 +122,7 @@ def test_store_keeps_the_newest_and_every_nth_checkpoint(tmp_path, every, left):
 
 @pytest.mark.parametrize("name", ["actor/weights", "actor/joined", "state.json", "manifest.json"])
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("harm", "reason"),
     [
         (flip_a_byte, "has another checksum|cannot be read"),
         (Path.unlink, "is missing"),
@@ -130,7 +130,7 @@ def test_store_keeps_the_newest_and_every_nth_checkpoint(tmp_path, every, left):
     ],
     ids=["a flipped byte", "a lost file", "a short file"],
 )
-def test_resume_skips_a_damaged_checkpoint_and_reports_why(tmp_path, name, harm, words):
+def test_resume_skips_a_damaged_checkpoint_and_reports_why(tmp_path, name, harm, reason):
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2):
         saved(store, step, Weights(10 * step, size=100), {"step": step})
@@ -139,7 +139,7 @@ def test_resume_skips_a_damaged_checkpoint_and_reports_why(tmp_path, name, harm,
     assert found.path == tmp_path / "step_1"
     (line,) = found.warnings
     assert line.startswith(f"step_2 is not used: file {name} ")
-    assert any(word in line for word in words.split("|")), line
+    assert any(word in line for word in reason.split("|")), line
 
 
 def test_damaged_checkpoint_does_not_count_and_is_replaced(tmp_path):

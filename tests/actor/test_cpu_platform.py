@@ -40,7 +40,7 @@ def test_retarget_exchanges_literals_in_nested_code(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("patch", "said"),
+    ("patch", "message"),
     [
         (
             cpu_platform.Retarget("megatron.core.utils:local_multi_tensor_l2_norm", {"tpu": "cpu"}, "-"),
@@ -51,9 +51,9 @@ def test_retarget_exchanges_literals_in_nested_code(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_patch_refuses_a_target_that_does_not_fit(
-    patch: cpu_platform.Replace | cpu_platform.Retarget, said: str
+    patch: cpu_platform.Replace | cpu_platform.Retarget, message: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         patch.apply()
 
 

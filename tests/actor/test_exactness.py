@@ -188,7 +188,7 @@ def trained(weights: dict[str, torch.Tensor], spec) -> tuple[dict[str, torch.Ten
         eps=config.eps,
     )
     for update in range(proof.TAKEN):
-        forest, _ = cases.minibatch(update)
+        forest, _ = cases.batch(update)
         adamw.zero_grad()
         for index, tree in enumerate(forest):
             advantages = cases.dyadic_advantages(tree, update + index)

@@ -60,9 +60,10 @@ def test_clipped_token_has_no_gradient_and_is_counted():
     loss, stats = ppo(new, tensor(0, 0, 0, 0), positive, negative, DUAL)
     loss.backward()
     assert new.grad.tolist() == [0.0, 0.0, 0.0, 0.0]  # the first token's two signs cancel at ratio 1
-    told = summed(stats)
-    assert (told.clip_high_share, told.clip_low_share, told.clip_dual_share, told.tokens) == (0.25, 0.25, 0.25, 4)
-    assert told.ratio_max == pytest.approx(9.0)
+    summary = summed(stats)
+    assert (summary.clip_high_share, summary.clip_low_share, summary.clip_dual_share) == (0.25, 0.25, 0.25)
+    assert summary.tokens == 4
+    assert summary.ratio_max == pytest.approx(9.0)
 
 
 def test_infinite_ratio_gives_no_nan():
@@ -103,15 +104,15 @@ def test_entropy_bonus_is_the_weighted_entropy():
 def test_on_policy_statistics_are_exact():
     logprobs = torch.randn(5)
     _, stats = ppo(logprobs, logprobs.clone(), torch.ones(5), torch.zeros(5))
-    told = summed(stats)
-    assert (told.ratio_mean, told.ratio_max, told.kl_old, told.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
+    summary = summed(stats)
+    assert (summary.ratio_mean, summary.ratio_max, summary.kl_old, summary.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
 
 
 def test_pack_without_targets_has_no_loss():
     empty = torch.zeros(0, requires_grad=True)
     for loss, stats in (ppo(empty, empty, empty, empty), linear_loss(empty, empty, empty)):
-        told = summed(stats)
-        assert float(loss) == 0 and told.tokens == 0 and told.ratio_max == 0 and told.ratio_p50 == 1.0
+        summary = summed(stats)
+        assert float(loss) == 0 and summary.tokens == 0 and summary.ratio_max == 0 and summary.ratio_p50 == 1.0
 
 
 def test_linear_loss_weights_log_probs():
@@ -122,11 +123,11 @@ def test_linear_loss_weights_log_probs():
 def test_statistics_of_packs_add_up():
     log_ratios = torch.linspace(-1, 1, 1001, dtype=torch.float64)
     packs = [ppo(part, torch.zeros_like(part), part * 0, part * 0)[1] for part in log_ratios.split(300)]
-    told = summed(*packs)
+    summary = summed(*packs)
     bin_width = 2 * HISTOGRAM_BOUND / HISTOGRAM_BINS
-    for share, found in ((0.01, told.ratio_p01), (0.5, told.ratio_p50), (0.99, told.ratio_p99)):
+    for share, found in ((0.01, summary.ratio_p01), (0.5, summary.ratio_p50), (0.99, summary.ratio_p99)):
         assert abs(math.log(found) - (2 * share - 1)) <= bin_width
-    assert told.tokens == 1001 and ratio_quantile(torch.zeros(HISTOGRAM_BINS).numpy(), 0.5) == 1.0
+    assert summary.tokens == 1001 and ratio_quantile(torch.zeros(HISTOGRAM_BINS).numpy(), 0.5) == 1.0
 
 
 @pytest.mark.parametrize("ulps", [-1024, -4, -1, 1, 4, 1024])

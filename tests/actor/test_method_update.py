@@ -50,7 +50,7 @@ def flat_aepo(now, step, forest, advantages) -> torch.Tensor:
 def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     torch.manual_seed(1)
     actor = Actor(cases.job(algorithm=ALGORITHM), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
-    forest, credits = cases.minibatch(2)
+    forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
     step, old = cases.parameters_of(actor), actor.scores(packs)
@@ -59,8 +59,8 @@ def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     exact = flat_aepo(now, step, forest, advantages)
     exact.backward()
 
-    minibatch = Batch(packs, forest, advantages)
-    ready = finish_credit(actor, minibatch, old.logprobs, actor.config, on_policy=False, entropies=old.entropies)
+    batch = Batch(packs, forest, advantages)
+    ready = finish_credit(actor, batch, old.logprobs, actor.config, on_policy=False, entropies=old.entropies)
     stats = actor._stats(actor.accumulate(ready.packs, ready.old_logprobs, ready.loss), 0.0, skipped=False)
     assert stats.loss == pytest.approx(float(exact.detach()), rel=1e-4, abs=5e-6)  # float32 terms of both signs
     assert stats.clip_high_share > 0 and stats.clip_low_share > 0
@@ -75,6 +75,6 @@ def test_update_refuses_a_loss_of_the_wrong_kind():
         optimizer=OptimizerConfig(),
         total_updates=1,
     )
-    packs = pack_trees(*cases.minibatch(2), token_budget=100)
+    packs = pack_trees(*cases.batch(2), token_budget=100)
     with pytest.raises(ValueError, match="gspo is one of whole batches"):
         actor.accumulate(packs, None, "policy")

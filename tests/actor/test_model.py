@@ -24,7 +24,7 @@ def test_model_refuses_sizes_that_cannot_be_divided(change, what):
 
 
 @pytest.mark.parametrize(
-    ("spec", "layout", "said"),
+    ("spec", "layout", "message"),
     [
         (cases.QWEN3, {"data": 2, "expert": 2}, "parallel.expert=2, but the model has no experts"),
         (replace(cases.QWEN3, heads=32, vocabulary=66), {"tensor": 4}, "by parallel.tensor=4: give parallel.tensor=2$"),
@@ -33,8 +33,8 @@ def test_model_refuses_sizes_that_cannot_be_divided(change, what):
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
     ],
 )
-def test_model_refuses_layouts_that_do_not_fit(spec, layout, said):
-    with pytest.raises(UserError, match=said):
+def test_model_refuses_layouts_that_do_not_fit(spec, layout, message):
+    with pytest.raises(UserError, match=message):
         build_model(spec, ParallelConfig(**layout), "float32")
 
 

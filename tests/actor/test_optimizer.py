@@ -38,7 +38,7 @@ def test_learning_rate_follows_the_schedule(schedule, warmup):
 def test_update_is_adamw_with_clipping_and_without_decay_of_norms():
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05)
     actor = Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=UPDATES)
-    packs = pack_trees(*cases.minibatch(0), token_budget=1000)
+    packs = pack_trees(*cases.batch(0), token_budget=1000)
     copies = {name: torch.nn.Parameter(p.detach().double()) for name, p in actor.model.named_parameters()}
     decayed = [p for p in copies.values() if p.dim() > 1]
     plain = [p for p in copies.values() if p.dim() == 1]
@@ -78,7 +78,7 @@ def test_offloaded_state_starts_at_zero(monkeypatch):
 
 
 def test_actor_without_optimizer_accumulates_the_same_gradients():
-    packs = pack_trees(*cases.minibatch(0), token_budget=1000)
+    packs = pack_trees(*cases.batch(0), token_budget=1000)
     alone, whole = (
         Actor(cases.job(), cases.QWEN3, None, optimizer=config, total_updates=1) for config in (None, OptimizerConfig())
     )

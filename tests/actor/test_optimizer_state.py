@@ -38,7 +38,7 @@ def new_actor(dtype: str = "float32", **optimizer) -> Actor:
 
 
 def update(actor: Actor, seed: int) -> object:
-    return actor.update(pack_trees(*cases.minibatch(seed), token_budget=120), None)
+    return actor.update(pack_trees(*cases.batch(seed), token_budget=120), None)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -24,8 +24,8 @@ from tests.actor import cases
 def test_preset_trains(name: str) -> None:
     """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
     full = {"spear": ["algorithm.params.imitation_capacity=2"]}
-    words = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
-    found = resolve.resolve("quickstart", overrides=words)
+    overrides = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
+    found = resolve.resolve("quickstart", overrides=overrides)
     config = cases.job(algorithm=found.algorithm)
     forest = [cases.grown(number) for number in range(4)]
     rewards = [
@@ -45,13 +45,11 @@ def test_preset_trains(name: str) -> None:
         assert stored
         scored = interleave(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
-    minibatches = build_batches(scored, config, actor.spec)
-    old = [actor.scores(minibatch.packs) for minibatch in minibatches]
-    for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
+    batches = build_batches(scored, config, actor.spec)
+    old = [actor.scores(batch.packs) for batch in batches]
+    for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):
         actor.progress = TrainingProgress(number, 2, 0.5 if number else None)
-        ready = finish_credit(
-            actor, minibatch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies
-        )
+        ready = finish_credit(actor, batch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies)
         stats = replace(actor.update(ready.packs, ready.old_logprobs, ready.loss), **ready.statistics)
         assert not stats.skipped and stats.grad_norm > 0
         assert (stats.ratio_max == 1.0) is (number == 0)

@@ -37,7 +37,7 @@ def new_actor(**algorithm) -> Actor:
 
 
 def packs_of(seed: int):
-    return pack_trees(*cases.minibatch(seed), token_budget=120)
+    return pack_trees(*cases.batch(seed), token_budget=120)
 
 
 def weights(actor: Actor) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ class Steps(TrainingRun):
     def rollout(self):
         return [scored(seed) for seed in range(4)]
 
-    def finish_step(self, trees, minibatches, old_logprobs, updates):
+    def finish_step(self, trees, batches, old_logprobs, updates):
         self.state.step += 1
         self.updates.append(updates)
 

@@ -20,7 +20,7 @@ def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     torch.manual_seed(1)
     algorithm = AlgorithmConfig(loss="gspo", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
-    forest, credits = cases.minibatch(2)
+    forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
     before, old = cases.parameters_of(actor), actor.logprobs(packs)
@@ -42,12 +42,12 @@ def test_finish_credit_detects_a_pass_with_other_weights():
     torch.manual_seed(1)
     algorithm = AlgorithmConfig(loss="gspo")
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=2)
-    forest, credits = cases.minibatch(2)
+    forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
-    minibatch = Batch(pack_trees(forest, credits, token_budget=60), forest, advantages)
-    old = actor.logprobs(minibatch.packs)
+    batch = Batch(pack_trees(forest, credits, token_budget=60), forest, advantages)
+    old = actor.logprobs(batch.packs)
     for shift, seen in ((0.0, False), (0.7, True)):
-        ready = finish_credit(actor, minibatch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
+        ready = finish_credit(actor, batch, [o + np.float32(shift) for o in old], actor.config, on_policy=True)
         rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss)
         assert (actor._stats(rows, 0.0, skipped=False).kl_old > 0) is seen
 
@@ -56,13 +56,13 @@ def test_finish_credit_detects_a_pass_with_other_weights():
 def test_trajectories_at_the_weight_limit_are_counted(loss):
     algorithm = AlgorithmConfig(loss=loss, trajectory_weight_limit=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
-    forest, credits = cases.minibatch(2)
+    forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
-    minibatch = Batch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
+    batch = Batch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
     for apart, share in ((-1.0, 0.0), (1.0, 1.0)):  # nats a token
-        old = [pack.sampling_logprobs + np.float32(apart) for pack in minibatch.packs]
-        ready = finish_credit(actor, minibatch, old, actor.config, on_policy=True)
+        old = [pack.sampling_logprobs + np.float32(apart) for pack in batch.packs]
+        ready = finish_credit(actor, batch, old, actor.config, on_policy=True)
         assert ready.statistics["weights_limited"] == share
     unlimited = cases.job(algorithm=AlgorithmConfig(loss=loss))
-    ready = finish_credit(actor, minibatch, old, unlimited, on_policy=True)
+    ready = finish_credit(actor, batch, old, unlimited, on_policy=True)
     assert "weights_limited" not in ready.statistics

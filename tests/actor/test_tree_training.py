@@ -80,8 +80,8 @@ def test_clipping_on_both_sides_equals_that_of_the_trajectories(models):
         batch = batches.make(0)
     rest = (batch.old_logprobs, batch.positive, batch.negative, batch.weight)
     _, stats = policy_loss(LOSS, logprobs, logprobs, *rest, CONFIG)
-    told = UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False)
-    assert 0.1 < told.clip_high_share + told.clip_low_share < 0.9
+    summary = UpdateStats.of(stats.sums, stats.ratio_max, grad_norm=0.0, lr=0.0, skipped=False)
+    assert 0.1 < summary.clip_high_share + summary.clip_low_share < 0.9
     expected = reference.flat_ppo(dict(model.named_parameters()), tree, advantages, WEIGHT, spec, **CLIP)
     assert_same(cases.backward(model, [pack], ppo), evaluate(expected, model))
 

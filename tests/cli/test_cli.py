@@ -31,7 +31,7 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["train", "quickstart", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
         (["demo", "algorithm.entropy_wieght=0.3"], "did you mean algorithm.entropy_weight?"),
@@ -62,8 +62,8 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["train", "quickstart", "engine.tensor=8"], "an engine on a CPU has one rank"),
     ],
 )
-def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, words: list[str], line: str, tmp_path: Path) -> None:
-    code, output, error = arpo(*words)
+def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[str], line: str, tmp_path: Path) -> None:
+    code, output, error = arpo(*arguments)
     assert code == 2
     assert line in error
     assert len(error.splitlines()) == 1

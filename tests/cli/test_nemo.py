@@ -89,18 +89,18 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def nemorun(*words: str, environment: dict[str, str], cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", "from nemo_run.__main__ import app; app()", "arpo", *words]
+def nemorun(*arguments: str, environment: dict[str, str], cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", "from nemo_run.__main__ import app; app()", "arpo", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_nemorun_accepts_recipe_variants_preset_and_overrides(environment: dict[str, str], tmp_path: Path) -> None:
-    words = [
+    arguments = [
         "job=deepsearch_14b(variants='4nodes+fp8',preset='grpo')",
         "job.model.path=/models/14b",
         "job.optimizer.lr=2e-6",
     ]
-    done = nemorun("train", "--dryrun", *words, environment=environment, cwd=tmp_path)
+    done = nemorun("train", "--dryrun", *arguments, environment=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("PosixPath('/models/14b')", "fp8='blockwise'", "data=8", "lr=2e-06", "branching='grpo'"):
         assert text in done.stdout

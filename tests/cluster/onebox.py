@@ -96,11 +96,11 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                words, variables = process.cmdline(), process.environ().values()
+                arguments, variables = process.cmdline(), process.environ().values()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-            ours = any(str(self.run) in word for word in (*words, *variables))
-            wanted = not module or (module in words[1:5] and "python" in Path(words[0]).name)
+            ours = any(str(self.run) in word for word in (*arguments, *variables))
+            wanted = not module or (module in arguments[1:5] and "python" in Path(arguments[0]).name)
             if ours and wanted and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return found
@@ -150,15 +150,15 @@ class Onebox:
                 with suppress(psutil.NoSuchProcess):
                     end(process)
 
-    def slurm(self, *words: str) -> str:
+    def slurm(self, *arguments: str) -> str:
         return subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, check=True, timeout=MOMENT_S
+            arguments, env=self.environment, capture_output=True, text=True, check=True, timeout=MOMENT_S
         ).stdout
 
-    def arpo(self, *words: str, ok: bool = True, **variables: str) -> str:
+    def arpo(self, *arguments: str, ok: bool = True, **variables: str) -> str:
         """Run `arpo` and return standard output and error."""
         done = subprocess.run(
-            [*ARPO, *words], env={**self.environment, **variables}, capture_output=True, text=True, timeout=MOMENT_S
+            [*ARPO, *arguments], env={**self.environment, **variables}, capture_output=True, text=True, timeout=MOMENT_S
         )
         assert (done.returncode == 0) is ok, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -177,19 +177,19 @@ class Onebox:
         return str(path)
 
     def submit_run(
-        self, name: str, *words: str, profile: str = "", nodes: int = 2, options: tuple[str, ...] = ()
+        self, name: str, *arguments: str, profile: str = "", nodes: int = 2, options: tuple[str, ...] = ()
     ) -> Job:
         run = self.runs / name
         where = ["--cluster", profile or self.profile(), "--nodes", str(nodes), *options]
-        said = self.arpo("submit", "quickstart", *where, f"run_dir={run}", *TINY, *words)
-        found = re.search(r": job ([\d, ]+), run directory", said)
-        assert found, said
+        output = self.arpo("submit", "quickstart", *where, f"run_dir={run}", *TINY, *arguments)
+        found = re.search(r": job ([\d, ]+), run directory", output)
+        assert found, output
         return Job(self, run, found[1].split(", "))
 
-    def resume(self, job: Job, *words: str) -> Job:
-        said = self.arpo("resume", str(job.run), *words)
-        found = re.search(r": job ([\d, ]+), run directory", said)
-        assert found, said
+    def resume(self, job: Job, *arguments: str) -> Job:
+        output = self.arpo("resume", str(job.run), *arguments)
+        found = re.search(r": job ([\d, ]+), run directory", output)
+        assert found, output
         return Job(self, job.run, found[1].split(", "))
 
 

@@ -38,18 +38,18 @@ class Queue:
         self.jobs[job := str(4711 + len(self.jobs))], self.name = "PENDING", submission.job_name
         return job
 
-    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
-        self.asked.append(words[0])
-        if words[0] == "squeue":
-            known = [job for job in words[-1].split(",") if job in self.jobs]
+    def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        self.asked.append(arguments[0])
+        if arguments[0] == "squeue":
+            known = [job for job in arguments[-1].split(",") if job in self.jobs]
             return "".join(f"{job}|{self.jobs[job]}|{self.name}\n" for job in known)
-        if words[:2] == ("scontrol", "update"):
-            self.updates.append(words[2:])
-        if words[0] == "scancel":
+        if arguments[:2] == ("scontrol", "update"):
+            self.updates.append(arguments[2:])
+        if arguments[0] == "scancel":
             if not self.cancels:
                 raise UserError("scancel did not answer for 30 s")
-            self.jobs[words[1]] = "CANCELLED"
-        return f"JobState={self.jobs[words[-1]]} " if words[:4] == ("scontrol", "-o", "show", "job") else ""
+            self.jobs[arguments[1]] = "CANCELLED"
+        return f"JobState={self.jobs[arguments[-1]]} " if arguments[:4] == ("scontrol", "-o", "show", "job") else ""
 
 
 def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:

@@ -38,7 +38,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"
 class Undisturbed:
     """An undisturbed supervised training: its overrides, and the metrics of each update."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     rows: list[dict[str, Any]]
 
 
@@ -53,10 +53,16 @@ def calm(box: Onebox) -> Undisturbed:
     tokenizer.chat_template = TEMPLATE
     make_model_directory(model, ModelConfig(hidden_size=32, layers=2, heads=2, kv_heads=2, ffn_size=64), tokenizer)
     save_random_weights(model, seed=1)
-    words = (f"model.path={model}", f"sft.data={talks}", "sft.batch=32", "sft.save_every=10", "model.max_length=128")
-    job = box.submit_run("undisturbed", *words, f"sft.steps={UPDATES}")
+    overrides = (
+        f"model.path={model}",
+        f"sft.data={talks}",
+        "sft.batch=32",
+        "sft.save_every=10",
+        "model.max_length=128",
+    )
+    job = box.submit_run("undisturbed", *overrides, f"sft.steps={UPDATES}")
     assert job.end() == "COMPLETED", str(job)
-    return Undisturbed(words, job.rows("sft_metrics.jsonl"))
+    return Undisturbed(overrides, job.rows("sft_metrics.jsonl"))
 
 
 def start(
@@ -70,7 +76,7 @@ def start(
     chain: int = 1,
 ) -> Job:
     options = ("--chain", str(chain)) if chain > 1 else ()
-    return box.submit_run(name, *calm.words, f"sft.steps={updates}", profile=profile, nodes=nodes, options=options)
+    return box.submit_run(name, *calm.overrides, f"sft.steps={updates}", profile=profile, nodes=nodes, options=options)
 
 
 def trains(job: Job, update: int = 25) -> None:
@@ -207,9 +213,9 @@ def test_job_without_requeue_has_saved(box: Onebox, calm: Undisturbed, requeue: 
     assert job.shown("Requeue") == "0"
     trains(job)
     box.slurm("scancel", "--signal=USR1", job.id)
-    said = failed(job, "75:0")
-    assert "`arpo resume` continues the run" in said and "Traceback" not in said
-    assert ("scontrol requeue" in said) is requeue
+    output = failed(job, "75:0")
+    assert "`arpo resume` continues the run" in output and "Traceback" not in output
+    assert ("scontrol requeue" in output) is requeue
     is_whole(box.resume(job), calm)
 
 
@@ -289,8 +295,8 @@ def test_job_ended_by_a_full_disk_resumes_with_free_space(box: Onebox, calm: Und
         with filler.open("wb", buffering=0) as file, suppress(OSError):  # the job writes too, so the free space changes
             while True:
                 file.write(bytes(2**20))
-        said = failed(job, "2:0")
-        assert "checkpoints in a row could not be saved" in said or "No space left on device" in said
+        output = failed(job, "2:0")
+        assert "checkpoints in a row could not be saved" in output or "No space left on device" in output
         filler.unlink()
         is_whole(box.resume(job), calm)
 
@@ -312,13 +318,13 @@ exec "${@:3}"
 """
 SRUN = """#!/bin/bash
 # Stands for pyxis, which no distribution packages.
-words=()
+options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --container-image=*) image=${1#*=} ;;
     --container-mounts=*) mounts=${1#*=} ;;
     --container-workdir=*) workdir=${1#*=} ;;
-    --*) words+=("$1") ;;
+    --*) options+=("$1") ;;
     *) break ;;
   esac
   shift
@@ -327,7 +333,7 @@ case $image in
   /*) [ -e "$image" ] || { echo "slurmstepd: error: pyxis: No such file or directory: $image" >&2; exit 1; } ;;
 esac
 [ -z "$image" ] || set -- unshare --mount "$(dirname "$0")/inside" "$mounts" "$workdir" "$@"
-exec /usr/bin/srun "${words[@]}" "$@"
+exec /usr/bin/srun "${options[@]}" "$@"
 """
 
 
@@ -362,10 +368,10 @@ def test_missing_container_image_ends_the_job_and_its_chain(
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=later")
     job = start(box, calm, "container", profile=box.profile("container", **contained), chain=3)
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
-    said = failed(job, "2:0")
+    output = failed(job, "2:0")
     assert job.shown("RunTime").startswith("00:00:"), "it took a minute"
-    assert "arpo: doctor: a node cannot run the checks" in said
-    assert f"pyxis: No such file or directory: {image}" in said
+    assert "arpo: doctor: a node cannot run the checks" in output
+    assert f"pyxis: No such file or directory: {image}" in output
     assert [job.state(link) for link in job.ids] == ["FAILED", "CANCELLED", "CANCELLED"]
     is_whole(box.resume(job, "--cluster", box.profile("bare")), calm)
 
@@ -392,8 +398,8 @@ def test_used_ports_are_avoided_and_too_few_ports_are_reported(
     sockets[126].close()
     sockets[127].close()  # the supervisor finds a port for the all-reduce, the services none
     profile = box.profile("ports", ports=[first, first + 63])
-    said = failed(start(box, calm, "no-ports", profile=profile), "2:0")
-    assert "arpo: doctor: ports on n" in said
+    output = failed(start(box, calm, "no-ports", profile=profile), "2:0")
+    assert "arpo: doctor: ports on n" in output
     for listener in sockets[:80]:
         listener.close()
     is_whole(start(box, calm, "ports", profile=profile), calm)
@@ -413,8 +419,8 @@ def test_run_in_the_queue_is_not_submitted_again(box: Onebox, calm: Undisturbed)
     job = start(box, calm, "twice", updates=100_000)  # longer than until the second command
     try:
         before = (job.run / "config.yaml").read_bytes()
-        said = box.arpo("resume", str(job.run), "engine.restarts=7", ok=False)
-        assert f"job {job.id} of twice is in the queue" in said
+        output = box.arpo("resume", str(job.run), "engine.restarts=7", ok=False)
+        assert f"job {job.id} of twice is in the queue" in output
         trains(job)
         assert (job.run / "config.yaml").read_bytes() == before
     finally:
@@ -433,12 +439,22 @@ def test_remote_login_node_is_reached_over_ssh(box: Onebox, calm: Undisturbed, t
     with sshd.sshd(SLURM_CONF=str(box.folder / "slurm.conf")) as server:
         where = {"ssh": f"{getpass.getuser()}@127.0.0.1:{server.port}", "identity": str(server.key)}
         profile = box.profile("elsewhere", **where, python=sys.executable, secrets={"TEST_SECRET": "env"})
-        words = ["--cluster", profile, "--nodes", "2", "--config", str(config), f"run_dir={run}", *TINY, *calm.words]
-        assert "#SBATCH --nodes=2" in box.arpo("submit", "quickstart", "--dry-run", *words, **here)
-        said = box.arpo("submit", "quickstart", *words, **here)
-        assert f"arpo status over-ssh --cluster {profile}" in said
-        found = re.search(r": job (\d+), run directory", said)
-        assert found, said
+        arguments = [
+            "--cluster",
+            profile,
+            "--nodes",
+            "2",
+            "--config",
+            str(config),
+            f"run_dir={run}",
+            *TINY,
+            *calm.overrides,
+        ]
+        assert "#SBATCH --nodes=2" in box.arpo("submit", "quickstart", "--dry-run", *arguments, **here)
+        output = box.arpo("submit", "quickstart", *arguments, **here)
+        assert f"arpo status over-ssh --cluster {profile}" in output
+        found = re.search(r": job (\d+), run directory", output)
+        assert found, output
         job = Job(box, run, [found[1]])
         trains(job, 1)
         assert f"over-ssh: job {job.id} RUNNING" in box.arpo("status", "over-ssh", "--cluster", profile, **here)

@@ -16,9 +16,9 @@ from arpo_megatron.errors import UserError
 def clone(tmp_path: Path) -> Callable[..., str]:
     """A git command for a repository at `tmp_path` with one commit."""
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout
 
     git("init", "-q")

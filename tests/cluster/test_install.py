@@ -16,16 +16,16 @@ from tests.cluster.onebox import ROOT
 @pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])
 def test_package_installation_starts_no_service(tmp_path: Path, before: str | None, code: int) -> None:
     """A stand-in for apt-get calls policy-rc.d like a package's script."""
-    policy, said = tmp_path / "policy-rc.d", tmp_path / "said"
+    policy, log = tmp_path / "policy-rc.d", tmp_path / "log"
     if before is not None:
         policy.write_text(before)
     (apt := tmp_path / "apt-get").write_text(
-        f'#!/bin/sh\n[ "$1" = update ] && exit\n{policy} munge start; echo "$? $*" >{said}; exit {code}\n'
+        f'#!/bin/sh\n[ "$1" = update ] && exit\n{policy} munge start; echo "$? $*" >{log}; exit {code}\n'
     )
     apt.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": str(policy)}
     assert subprocess.run([sshd.INSTALL, "munge"], env=environment).returncode == code
-    assert said.read_text() == "101 install -y --no-install-recommends munge\n"
+    assert log.read_text() == "101 install -y --no-install-recommends munge\n"
     assert (policy.read_text() if policy.exists() else None) == before
 
 

@@ -34,8 +34,8 @@ def profile(**values: object) -> ClusterProfile:
     return check_profile({"account": "a", "runs": "/tmp", **values}, "here")
 
 
-def job(*words: str) -> JobConfig:
-    return resolve.resolve("quickstart", overrides=words)
+def job(*overrides: str) -> JobConfig:
+    return resolve.resolve("quickstart", overrides=overrides)
 
 
 def test_check_that_raises_is_a_failure() -> None:
@@ -109,8 +109,8 @@ def test_disk_check_counts_existing_checkpoints_of_a_resumed_run(tmp_path: Path,
 
 
 def test_disk_check_counts_permanent_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
-    words, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
-    config = resolve.resolve("deepsearch_14b", overrides=words)
+    overrides, run = ["train.steps=10", "train.save_every=1", "train.keep_every=3"], RunDirectory(tmp_path)
+    config = resolve.resolve("deepsearch_14b", overrides=overrides)
     disk(4.9)  # 3, 6, 9, 10 and the one during a save
     found = check_disk(config, run)
     assert found.level == "failure" and "train.keep_every" in found.fix
@@ -122,15 +122,15 @@ def test_disk_check_counts_permanent_checkpoints(tmp_path: Path, disk: Callable[
 
 
 def test_disk_check_counts_sft_checkpoints(tmp_path: Path, disk: Callable[[float], None]) -> None:
-    words = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
-    alone = resolve.resolve("sft_7b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    overrides = ["sft.steps=500", "sft.save_every=100", "train.keep_checkpoints=9", "model.hub_id=Qwen/Qwen3-14B"]
+    alone = resolve.resolve("sft_7b", overrides=[*overrides, f"sft.data={tmp_path}/chats.jsonl"])
     run = RunDirectory(tmp_path / "run")
     disk(3)
     assert alone.sft_only and check_disk(alone, run).level == "ok"
     disk(2.9)
     found = check_disk(alone, run)
     assert found.level == "failure" and "train." not in found.fix
-    both = resolve.resolve("deepsearch_14b", overrides=[*words, f"sft.data={tmp_path}/chats.jsonl"])
+    both = resolve.resolve("deepsearch_14b", overrides=[*overrides, f"sft.data={tmp_path}/chats.jsonl"])
     disk(12)
     assert check_disk(both, run).level == "ok"
     disk(11.9)
@@ -187,21 +187,21 @@ class Cluster:
         self.type, self.grace, self.default, self.gres = preempt_type, grace, default, gres
         self.more = more or "PreemptParameters       = send_user_signal\n"
 
-    def call(self, *words: str, check: bool = True) -> str:
-        if words[0] == "sinfo":
+    def call(self, *arguments: str, check: bool = True) -> str:
+        if arguments[0] == "sinfo":
             rows = {
                 "cpu": ("cpu", "up", "1:00", "9", "(null)"),
                 "gpu": (self.default, "up", "infinite", "4", self.gres),
             }
-            wanted = [word.partition("=")[2] for word in words if word.startswith("--partition=")] or list(rows)
-            fields = words[words.index("-o") + 1].split("|")
+            wanted = [word.partition("=")[2] for word in arguments if word.startswith("--partition=")] or list(rows)
+            fields = arguments[arguments.index("-o") + 1].split("|")
             places = ["%P", "%a", "%l", "%D", "%G"]
             return "".join("|".join(rows[name][places.index(field)] for field in fields) + "\n" for name in wanted)
-        if words[:3] == ("scontrol", "show", "config"):
+        if arguments[:3] == ("scontrol", "show", "config"):
             return f"PreemptMode             = REQUEUE\nPreemptType             = preempt/{self.type}\n{self.more}"
-        if words[0] == "sacctmgr":
+        if arguments[0] == "sacctmgr":
             return f"{self.grace}\n"
-        assert words == ("scontrol", "show", "partition", "gpu")
+        assert arguments == ("scontrol", "show", "partition", "gpu")
         return f"PartitionName=gpu\n   DefaultTime=NONE GraceTime={self.grace}\n   PreemptMode=REQUEUE State=UP\n"
 
 
@@ -288,9 +288,9 @@ def test_missing_package_of_a_recipe_is_a_failure() -> None:
 
 
 def test_sft_skips_checks_of_the_tool_service() -> None:
-    words = ["sandbox.preload=[no_such_module]"]
+    overrides = ["sandbox.preload=[no_such_module]"]
     checks = {
-        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, overrides=words)))
+        name: dict(machine_checks(gpus=0, on_gpus=False, config=resolve.resolve(name, overrides=overrides)))
         for name in ("sft_7b", "reasoning_7b")
     }
     assert "sandbox" in checks["reasoning_7b"] and "sandbox" not in checks["sft_7b"]
@@ -325,9 +325,9 @@ def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert check_gpus(2).level == "failure"
 
 
-def lines_of(said: str) -> dict[str, str]:
+def lines_of(output: str) -> dict[str, str]:
     """Return the check's results by name."""
-    return {line.split()[1]: line for line in said.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
+    return {line.split()[1]: line for line in output.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
 
 
 def test_gpu_packages_are_checked_on_a_machine_without_gpus(
@@ -337,12 +337,12 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
     monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
     monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda gpus, port: ok("network", ""))
     examine(resolve.resolve("deepsearch_14b"), None)
-    said = lines_of(capsys.readouterr().out)
-    assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in said["packages"]
-    assert said["gpu"].startswith("warning") and "torch finds no GPU here" in said["gpu"]
+    output = lines_of(capsys.readouterr().out)
+    assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in output["packages"]
+    assert output["gpu"].startswith("warning") and "torch finds no GPU here" in output["gpu"]
     examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
-    said = lines_of(capsys.readouterr().out)
-    assert said["packages"].startswith("ok") and "gpu" not in said
+    output = lines_of(capsys.readouterr().out)
+    assert output["packages"].startswith("ok") and "gpu" not in output
 
 
 def test_doctor_reports_what_submit_refuses(
@@ -353,10 +353,10 @@ def test_doctor_reports_what_submit_refuses(
     cluster = profile(gpu="h100-80", runs=str(tmp_path))
     examine(resolve.resolve("deepsearch_14b"), cluster)
     assert lines_of(capsys.readouterr().out)["recipe"].startswith("ok")
-    words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"]
-    assert not examine(resolve.resolve("deepsearch_14b", overrides=words), cluster)
-    said = lines_of(capsys.readouterr().out)["recipe"]
-    assert said.startswith("failure") and "deepsearch_14b does not fit: " in said and "of a GPU's" in said
+    overrides = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"]
+    assert not examine(resolve.resolve("deepsearch_14b", overrides=overrides), cluster)
+    output = lines_of(capsys.readouterr().out)["recipe"]
+    assert output.startswith("failure") and "deepsearch_14b does not fit: " in output and "of a GPU's" in output
     examine(resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path / "two words")))
     assert "has ' ' in it" in lines_of(capsys.readouterr().out)["recipe"]
 
@@ -364,7 +364,7 @@ def test_doctor_reports_what_submit_refuses(
 def test_doctor_passes_for_the_quickstart_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert examine(job("platform=cpu"), None)
     lines = capsys.readouterr().out.splitlines()
-    said = {line.split()[1] for line in lines if line.startswith("ok ")}
-    assert {"python", "pins", "packages", "sandbox", "ports", "network", "clock"} <= said
-    assert {"model", "disk", "wandb", "recipe"} <= said
+    output = {line.split()[1] for line in lines if line.startswith("ok ")}
+    assert {"python", "pins", "packages", "sandbox", "ports", "network", "clock"} <= output
+    assert {"model", "disk", "wandb", "recipe"} <= output
     assert not show([failure("x", "y", "z")])

@@ -62,8 +62,8 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
         (folder / "bin" / name.replace("_", "-")).write_text(text)
         (folder / "bin" / name.replace("_", "-")).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=":")
-    words = ["sandbox.isolation=limits", *([] if gpus else ["platform=cpu"])]
-    run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", overrides=words)
+    overrides = ["sandbox.isolation=limits", *([] if gpus else ["platform=cpu"])]
+    run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", overrides=overrides)
     run.path.mkdir()
     profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": gpus}, "here")
     save_config(config, run.config)
@@ -84,9 +84,9 @@ def test_two_nodes_reduce_and_report_free_ports(
     """Two local processes stand for the nodes; test_on_slurm.py has real ones."""
     backend = examined(monkeypatch, tmp_path, srun=BOTH)
     assert [len(backend.free_ports[name]) for name in ("n1", "n2")] == [32, 32]
-    said = capsys.readouterr().out
-    assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in said
-    assert "all nodes: ok       clock" in said
+    output = capsys.readouterr().out
+    assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in output
+    assert "all nodes: ok       clock" in output
 
 
 HANGING = """#!{python}
@@ -144,9 +144,9 @@ def test_unshared_run_directory_is_reported_with_its_node(
     ) as said_so:
         examined(monkeypatch, tmp_path, srun=UNSHARED.format(python=sys.executable, run=run, token=token))
     assert not isinstance(said_so.value, SilentNodeError), "other nodes would not help"
-    said = capsys.readouterr().out
-    assert "n1: warning  rdma         no RDMA device" in said
-    assert "n2: failure  filesystem   " in said
+    output = capsys.readouterr().out
+    assert "n1: warning  rdma         no RDMA device" in output
+    assert "n2: failure  filesystem   " in output
 
 
 def test_gpus_unusable_by_torch_are_a_failure(
@@ -156,6 +156,6 @@ def test_gpus_unusable_by_torch_are_a_failure(
     driver = "#!/bin/sh\necho NVIDIA H100 80GB HBM3, 580.65.06, 81559 MiB\n"
     with pytest.raises(UserError, match=r"^doctor: \w+ on n1: "):
         examined(monkeypatch, tmp_path, 1, srun=BOTH, nvidia_smi=driver)
-    said = capsys.readouterr().out
-    assert "n1: failure  gpu          nvidia-smi lists 1 GPUs, torch can use 0 of the 1" in said
-    assert "n1: failure  network" in said and "with gloo" not in said
+    output = capsys.readouterr().out
+    assert "n1: failure  gpu          nvidia-smi lists 1 GPUs, torch can use 0 of the 1" in output
+    assert "n1: failure  network" in output and "with gloo" not in output

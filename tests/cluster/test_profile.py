@@ -19,7 +19,7 @@ from tests.cluster.stand_in import PLAIN, profile
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"gpus_pernode": 4}, "unknown key gpus_pernode; did you mean gpus_per_node?"),
         ({"gpus_per_node": -1}, "gpus_per_node: "),
@@ -63,8 +63,8 @@ from tests.cluster.stand_in import PLAIN, profile
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
-def test_profile_error_is_one_line(values: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=f"^here.yaml: .*{said}") as error:
+def test_profile_error_is_one_line(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=f"^here.yaml: .*{message}") as error:
         profile(**values)
     assert "sk-123" not in str(error.value)
 

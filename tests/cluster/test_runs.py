@@ -48,15 +48,15 @@ def test_printed_commands_have_the_cluster_of_a_remote_user(
     monkeypatch.setenv(HINT_VARIABLE, " --cluster far")
     queue = Queue(takes=1, cancels=False)
     run = in_chain(queue, tmp_path, monkeypatch)
-    name, said = run.path.name, run.path.with_suffix(".error")
-    assert f"with arpo cancel {name} --cluster far" in said.read_text()
+    name, error = run.path.name, run.path.with_suffix(".error")
+    assert f"with arpo cancel {name} --cluster far" in error.read_text()
     with pytest.raises(UserError, match=f"in the queue: run arpo cancel {name} --cluster far first"):
         submit_jobs(prepare_submission(resolve.load(run.config), profile(runs=str(tmp_path)), nodes=1, resume=True))
     queue.cancels = True
     runs.cancel(run)
     assert f"arpo resume {name} --cluster far continues the run" in capsys.readouterr().out
     in_chain(Queue(takes=2), tmp_path, monkeypatch, resume=True)
-    assert f"arpo resume {name} --cluster far submits it again" in said.read_text()
+    assert f"arpo resume {name} --cluster far submits it again" in error.read_text()
     with pytest.raises(UserError, match=f"arpo status {name} --cluster far"):
         runs.print_health(run)
 
@@ -72,70 +72,70 @@ def test_printed_commands_identify_the_run(named: str | None, tmp_path: Path, mo
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
 
-    def told(cluster: str, *words: str) -> str:
-        words = ("submit", "quickstart", "platform=cpu", "--nodes", "1", "--cluster", cluster, *words)
-        return CliRunner().invoke(app, words, catch_exceptions=False).output.splitlines()[-1]
+    def printed(cluster: str, *arguments: str) -> str:
+        arguments = ("submit", "quickstart", "platform=cpu", "--nodes", "1", "--cluster", cluster, *arguments)
+        return CliRunner().invoke(app, arguments, catch_exceptions=False).output.splitlines()[-1]
 
     name, other = "quickstart-arpo-seed1", tmp_path / "mine" / "quickstart-arpo-seed1"
     if named:  # the user of a remote login node gives the profile each time
         monkeypatch.setenv(HINT_VARIABLE, f" --cluster {named}")
         found = f"{name} --cluster {named}"
-        assert told(str(mine)) == f"arpo status {found} | arpo logs {found} --follow | arpo cancel {found}"
-        assert f"arpo status {tmp_path}/apart --cluster far |" in told(str(mine), f"run_dir={tmp_path}/apart")
+        assert printed(str(mine)) == f"arpo status {found} | arpo logs {found} --follow | arpo cancel {found}"
+        assert f"arpo status {tmp_path}/apart --cluster far |" in printed(str(mine), f"run_dir={tmp_path}/apart")
         return
-    assert told(str(mine)).startswith(f"arpo status {other} | arpo logs {other} --follow | arpo cancel {other}")
-    assert told("here").startswith(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
+    assert printed(str(mine)).startswith(f"arpo status {other} | arpo logs {other} --follow | arpo cancel {other}")
+    assert printed("here").startswith(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
     run = runs.find_run(str(other))
     with pytest.raises(UserError, match=f"in the queue: run arpo cancel {other} first"):
         submit_jobs(prepare_submission(resolve.load(run.config), load_profile(str(mine)), nodes=1, resume=True))
     with pytest.raises(UserError, match=f"no running job: arpo status {other}$"):
         runs.print_health(run)
-    assert told("here", f"run_dir={tmp_path}/apart").startswith(f"arpo status {tmp_path}/apart |")
+    assert printed("here", f"run_dir={tmp_path}/apart").startswith(f"arpo status {tmp_path}/apart |")
 
 
 def test_status_reports_progress_of_sft_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "job_states_of", lambda runs: [[JobState("1", "RUNNING")] for _ in runs])
     run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
 
-    def told() -> str:
+    def progress() -> str:
         monkeypatch.setattr(runs, "_submitted", lambda cluster: [run])
-        with redirect_stdout(StringIO()) as said:
+        with redirect_stdout(StringIO()) as output:
             runs.print_status(None, None)
-        return said.getvalue().strip().removeprefix("run: job 1 RUNNING, ")
+        return output.getvalue().strip().removeprefix("run: job 1 RUNNING, ")
 
     def saved(place: Path, step: int) -> None:
         (place / f"step_{step}").mkdir(parents=True)
 
-    assert told() == "cold start: no checkpoint yet, 400 updates wanted; then 28 steps"
+    assert progress() == "cold start: no checkpoint yet, 400 updates wanted; then 28 steps"
     saved(run.sft_checkpoints, 100)
     saved(run.sft_checkpoints, 200)
-    assert told() == "cold start: newest checkpoint step_200 of 400; then 28 steps"
+    assert progress() == "cold start: newest checkpoint step_200 of 400; then 28 steps"
     run.sft_model.mkdir()
     (run.sft_model / "config.json").write_text("{}")
-    assert told() == "the cold start is done, no checkpoint yet, 28 steps wanted"
+    assert progress() == "the cold start is done, no checkpoint yet, 28 steps wanted"
     saved(run.checkpoints, 3)
-    assert told() == "newest checkpoint step_3 of 28"
+    assert progress() == "newest checkpoint step_3 of 28"
     write_json(run.result, {"step": 28})
-    assert told() == "training is done (28 steps)"
+    assert progress() == "training is done (28 steps)"
     save_config(
         resolve.with_overrides(resolve.load(run.config), ["train.steps=50"]), run.config
     )  # as `arpo resume` does
-    assert told() == "newest checkpoint step_3 of 50"
+    assert progress() == "newest checkpoint step_3 of 50"
 
     job = resolve.resolve("sft_7b", overrides=["sft.steps=500"])
     run = submitted(tmp_path / "b", job, profile(runs=str(tmp_path)))
-    assert told() == "cold start: no checkpoint yet, 500 updates wanted"
+    assert progress() == "cold start: no checkpoint yet, 500 updates wanted"
     saved(run.sft_checkpoints, 480)
-    assert told() == "cold start: newest checkpoint step_480 of 500"
+    assert progress() == "cold start: newest checkpoint step_480 of 500"
     write_json(run.sft_result, {})  # not exported yet
-    assert told() == "cold start: newest checkpoint step_480 of 500"
+    assert progress() == "cold start: newest checkpoint step_480 of 500"
     run.sft_model.mkdir()
     (run.sft_model / "config.json").write_text("{}")
-    assert told() == "training is done"
+    assert progress() == "training is done"
     run = submitted(
         tmp_path / "c", resolve.resolve("quickstart", overrides=["sft.steps=0"]), profile(runs=str(tmp_path))
     )
-    assert told() == "no checkpoint yet, 28 steps wanted"
+    assert progress() == "no checkpoint yet, 28 steps wanted"
 
 
 def test_logs_takes_names_and_no_patterns(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_followed_log_survives_a_restart_of_the_controller(
     monkeypatch.setattr(runs, "_FOLLOW_INTERVAL_S", 0.0)
     monkeypatch.setattr(runs, "_STATE_INTERVAL_S", 0.0)
     runs.print_log(run, "job", lines=40, follow=True)
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("step 1\n", f"arpo: {down}; trying again\n" * 2), "one line per outage"
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("step 1\n", f"arpo: {down}; trying again\n" * 2), "one line per outage"
     answers[:] = [down, down]
     monkeypatch.setattr(runs, "_SILENCE_S", 0.0)
     with pytest.raises(UserError, match="connect failure"):

@@ -44,9 +44,9 @@ def test_recipes_can_be_submitted() -> None:
 
 
 def test_job_that_does_not_fit_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
+    overrides = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
     small = profile(gpu="h100-80", runs=str(tmp_path))
-    job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=words), small, nodes=None)
+    job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=overrides), small, nodes=None)
     assert "# arpo submit would refuse it: training needs" in dry_run(job)
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
     with pytest.raises(UserError, match=r"the job does not fit: training needs .* --force submits it"):
@@ -64,8 +64,8 @@ def test_partly_refused_chain_is_cancelled(
     queue = Queue(takes=2)
     run = in_chain(queue, tmp_path, monkeypatch)
     assert queue.jobs == {"4711": "CANCELLED", "4712": "CANCELLED"}
-    said = run.path.with_suffix(".error").read_text()
-    assert said.startswith("job 3 of 3: sbatch refused the job: QOS") and "cancelled job 4711, 4712" in said
+    error = run.path.with_suffix(".error").read_text()
+    assert error.startswith("job 3 of 3: sbatch refused the job: QOS") and "cancelled job 4711, 4712" in error
     runs.print_status(str(run.path), None)
     assert "job 4712 CANCELLED" in capsys.readouterr().out
 
@@ -107,12 +107,12 @@ class Ending(Queue):
         super().__init__(takes=2)
         self.looks = looks
 
-    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
-        said = super().call(*words, check=check, ignore=ignore)
-        if words[0] == "squeue" and "CANCELLED" in said and self.looks:
+    def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        output = super().call(*arguments, check=check, ignore=ignore)
+        if arguments[0] == "squeue" and "CANCELLED" in output and self.looks:
             self.looks -= 1
-            return said.replace("CANCELLED", "COMPLETING")
-        return said
+            return output.replace("CANCELLED", "COMPLETING")
+        return output
 
 
 @pytest.mark.parametrize("looks", [3, float("inf")])
@@ -163,7 +163,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "nodes", "data", "engines"),
+    ("recipe", "arguments", "nodes", "data", "engines"),
     [
         ("deepsearch_14b", ["--nodes", "4"], 4, 8, 8),
         ("deepsearch_14b", ["--nodes", "1"], 1, 2, 2),
@@ -173,10 +173,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     ],
 )
 def test_resume_on_another_number_of_nodes(
-    tmp_path: Path, sent: list[Submission], recipe: str, words: list[str], nodes: int, data: int, engines: int
+    tmp_path: Path, sent: list[Submission], recipe: str, arguments: list[str], nodes: int, data: int, engines: int
 ) -> None:
     run = submitted(tmp_path, resolve.resolve(recipe), profile(gpu="h100-80", runs=str(tmp_path)))
-    done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
     assert (job.layout.nodes, job.config.parallel.data, job.config.engine.replicas) == (nodes, data, engines)
@@ -185,27 +185,27 @@ def test_resume_on_another_number_of_nodes(
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "data"),
+    ("arguments", "nodes", "data"),
     [([], 2, 4), (["parallel.data=8"], 4, 8), (["engine.restarts=3"], 2, 4), (["--nodes", "4"], 4, 8)],
 )
 def test_resume_ignores_nodes_of_the_profile(
-    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, data: int
+    tmp_path: Path, sent: list[Submission], arguments: list[str], nodes: int, data: int
 ) -> None:
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path), nodes=2))
-    CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False)
     assert [(job.layout.nodes, job.config.parallel.data) for job in sent] == [(nodes, data)]
 
 
 def test_resume_keeps_nodes_of_a_cpu_job(tmp_path: Path, sent: list[Submission]) -> None:
     config = resolve.resolve("quickstart", overrides=["platform=cpu", "parallel.data=2"])
     run = submitted(tmp_path, config, profile(gpus_per_node=0, runs=str(tmp_path)), nodes=2)
-    for words in (["engine.restarts=3"], ["parallel.data=4"]):
-        CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    for arguments in (["engine.restarts=3"], ["parallel.data=4"]):
+        CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False)
     assert [job.layout.nodes for job in sent] == [2, 2]
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "placement", "transport"),
+    ("arguments", "nodes", "placement", "transport"),
     [
         ([], 2, "colocated", "broadcast"),
         (["engine.restarts=3"], 2, "colocated", "broadcast"),
@@ -216,13 +216,13 @@ def test_resume_keeps_nodes_of_a_cpu_job(tmp_path: Path, sent: list[Submission])
     ],
 )
 def test_auto_is_replaced_for_each_submission(
-    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, placement: str, transport: str
+    tmp_path: Path, sent: list[Submission], arguments: list[str], nodes: int, placement: str, transport: str
 ) -> None:
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     run = submitted(tmp_path, config, profile(gpu="h100-80", runs=str(tmp_path)), nodes=2)
     settled = resolve.load(run.config)  # for the job
     assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")
-    done = CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
     assert (job.layout.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
@@ -235,13 +235,13 @@ def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pyte
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)
     submit_jobs(submission)
-    said = config_before_auto(submission.run)
-    assert (said.engine.placement, said.sync.transport) == ("auto", "auto")
-    assert replace(said, run_dir=None) == config
+    found = config_before_auto(submission.run)
+    assert (found.engine.placement, found.sync.transport) == ("auto", "auto")
+    assert replace(found, run_dir=None) == config
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "trainer_nodes", "data"),
+    ("arguments", "nodes", "trainer_nodes", "data"),
     [
         (["deepsearch_14b+split", "--nodes", "4"], 4, 2, 4),
         (["deepsearch_14b+split", "--nodes", "3"], 3, 1, 2),
@@ -250,10 +250,10 @@ def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_submission_keeps_an_explicit_placement(
-    tmp_path: Path, sent: list[Submission], words: list[str], nodes: int, trainer_nodes: int, data: int
+    tmp_path: Path, sent: list[Submission], arguments: list[str], nodes: int, trainer_nodes: int, data: int
 ) -> None:
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "gpu": "h100-80", "runs": str(tmp_path)}))
-    done = CliRunner().invoke(app, ["submit", *words, "--cluster", str(file)], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["submit", *arguments, "--cluster", str(file)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
     assert (job.layout.nodes, job.layout.trainer_nodes, job.config.parallel.data) == (nodes, trainer_nodes, data)
@@ -269,8 +269,8 @@ def test_doctor_checks_the_submitted_layout(
     values = {**PLAIN, "gpu": "h100-80", "runs": str(tmp_path), "nodes": 4}
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     for command in ("doctor", "submit"):
-        words = [command, "deepsearch_14b", "--cluster", str(file)]
-        assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+        arguments = [command, "deepsearch_14b", "--cluster", str(file)]
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     (looked_at,), (submission,) = seen, sent
     assert looked_at is not None and looked_at.parallel == submission.config.parallel
     assert looked_at.parallel.data == 8
@@ -280,8 +280,8 @@ def test_resume_uses_the_given_profile(tmp_path: Path, sent: list[Submission]) -
     run = submitted(tmp_path, resolve.resolve("deepsearch_14b"), profile(runs=str(tmp_path)))
     values = {**PLAIN, "runs": str(tmp_path), "account": "another", "time": "08:00:00"}
     (file := tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    for words in (["--cluster", str(file)], []):
-        assert CliRunner().invoke(app, ["resume", str(run.path), *words], catch_exceptions=False).exit_code == 0
+    for arguments in (["--cluster", str(file)], []):
+        assert CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False).exit_code == 0
     assert [job.profile.account for job in sent] == ["another", PLAIN["account"]]
 
 

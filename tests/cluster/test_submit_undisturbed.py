@@ -81,10 +81,10 @@ def test_interrupt_cancels_and_records_accepted_jobs(
 def test_second_interrupt_does_not_stop_the_cancellation(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
-        if words[0] in ("scancel", "scontrol"):
+    def call(*arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        if arguments[0] in ("scancel", "scontrol"):
             signal.raise_signal(signal.SIGINT)
-        return queue.call(*words, check=check, ignore=ignore)
+        return queue.call(*arguments, check=check, ignore=ignore)
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     with pytest.raises(Interrupted, match="cancelled job 4711; arpo resume"):
@@ -138,12 +138,12 @@ def test_concurrent_submissions_of_a_run_submit_once(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two concurrent commands that both prepared the same submission."""
-    said: list[str] = []
+    messages: list[str] = []
 
     def send(submission: Submission, code: Code) -> str:
         with pytest.raises(UserError, match="is being submitted by another command") as refused:
             submit_jobs(others.pop())
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
         return queue.send(submission, code)
 
     monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", send)
@@ -156,7 +156,7 @@ def test_concurrent_submissions_of_a_run_submit_once(
     submit_jobs(prepared(tmp_path, resume=True))
     with pytest.raises(UserError, match=r"job 4712 of .* is in the queue"):
         submit_jobs(late)
-    assert len(said) == 2
+    assert len(messages) == 2
     assert [each["jobs"] for each in submissions_of(first.run)] == [["4711"], ["4712"]]
     assert not (first.run.path / run_directory.SUBMIT_LOCK).exists()
 
@@ -189,9 +189,9 @@ def test_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (cluster := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(runs), "gpus_per_node": 0}))
-    words = ["submit", "quickstart", "platform=cpu", "--cluster", str(cluster)]
+    arguments = ["submit", "quickstart", "platform=cpu", "--cluster", str(cluster)]
     with subprocess.Popen(
-        [sys.executable, "-m", "arpo_megatron", *words],
+        [sys.executable, "-m", "arpo_megatron", *arguments],
         env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -202,9 +202,9 @@ def test_ctrl_c_does_not_reach_sbatch(tmp_path: Path) -> None:
         while not (tools / "sbatch.taken").exists() and command.poll() is None:
             time.sleep(0.05)
         os.killpg(command.pid, signal.SIGINT)
-        said = command.communicate()[1]
+        error = command.communicate()[1]
     (name,) = [path.name for path in runs.iterdir()]
-    assert said == f"arpo: interrupted; cancelled job 4711; arpo resume {runs / name} submits it again\n"
+    assert error == f"arpo: interrupted; cancelled job 4711; arpo resume {runs / name} submits it again\n"
     assert command.returncode == 130
     assert (tools / "scancel.arguments").read_text() == "4711\n"
     assert submissions_of(RunDirectory(runs / name))[0]["jobs"] == ["4711"]

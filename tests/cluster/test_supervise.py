@@ -42,12 +42,12 @@ class Refusing:
     def __init__(self, silent: str = "", refusal: str = DISABLED) -> None:
         self.silent, self.refusal = silent, refusal
 
-    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
-        if words[:2] == ("scontrol", "requeue"):
+    def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        if arguments[:2] == ("scontrol", "requeue"):
             raise UserError(self.refusal)
-        if words[0] == self.silent:
-            raise UserError(f"{words[0]} did not answer for 30 s")
-        return "JobState=RUNNING " if "job" in words else ""
+        if arguments[0] == self.silent:
+            raise UserError(f"{arguments[0]} did not answer for 30 s")
+        return "JobState=RUNNING " if "job" in arguments else ""
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ def test_requeue_is_tried_after_failed_queries(
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", silence)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.job_states", silence)
     assert ended(monkeypatch, run, error) == code
-    said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if "did not answer" in line] == ["arpo: scontrol did not answer for 30 s"] * 3
-    assert said[-1] == f"arpo: {DISABLED}; `arpo resume` continues the run"
+    output = capsys.readouterr().err.splitlines()
+    assert [line for line in output if "did not answer" in line] == ["arpo: scontrol did not answer for 30 s"] * 3
+    assert output[-1] == f"arpo: {DISABLED}; `arpo resume` continues the run"
 
 
 def silence(*_: object) -> NoReturn:
@@ -161,18 +161,18 @@ def test_user_error_cancels_the_chain(
     (run.submissions / "1.json").write_text('{"jobs": ["7", "8", "9"], "job_name": "arpo-test"}')
     asked: list[str] = []
 
-    def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
-        if words[0] == "scancel":
-            asked.append(words[1])
-        return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if words[0] == "squeue" else ""
+    def call(*arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        if arguments[0] == "scancel":
+            asked.append(arguments[1])
+        return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n9|PENDING|arpo-test\n" if arguments[0] == "squeue" else ""
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: [])
     assert ended(monkeypatch, run, error) == code
     assert asked == cancelled
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == f"arpo: {error}"
-    assert ("arpo: cancelled the rest of the chain: job 8, 9" in said) is bool(cancelled)
+    output = capsys.readouterr().err.splitlines()
+    assert output[-1] == f"arpo: {error}"
+    assert ("arpo: cancelled the rest of the chain: job 8, 9" in output) is bool(cancelled)
 
 
 SILENT = "doctor: report on n2: the node left none"
@@ -185,10 +185,10 @@ class Requeueing:
         self.silent = silent
         self.commands: list[tuple[str, ...]] = []
 
-    def call(self, *words: str, check: bool = True, ignore: str | None = None) -> str:
-        if words[0] == "scancel" or words[1:2] == ("requeue",):
-            self.commands.append(words)
-        if words[0] == "squeue":
+    def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
+        if arguments[0] == "scancel" or arguments[1:2] == ("requeue",):
+            self.commands.append(arguments)
+        if arguments[0] == "squeue":
             return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n"
         return ""
 
@@ -222,9 +222,9 @@ def test_node_lost_before_training_requeues_the_job(
     monkeypatch.setattr(supervise, "_END_S", 0.0)
     assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
     assert slurm.commands == commands
-    said = capsys.readouterr().err.splitlines()
-    assert said.count(f"arpo: {SILENT}") == 1
-    assert ("arpo: cannot reach n2 any more" in said) is bool(lost)
+    output = capsys.readouterr().err.splitlines()
+    assert output.count(f"arpo: {SILENT}") == 1
+    assert ("arpo: cannot reach n2 any more" in output) is bool(lost)
 
 
 def test_missing_scratch_directory_of_a_lost_node_requeues_the_job(
@@ -335,12 +335,12 @@ def test_requeued_job_waits_for_pending_kills(
     answers = [OWED, OWED, OWED.replace(" n1\n", " n2\n")]
     asked = []
 
-    def call(*words: str) -> str:
-        if words[0] == "sdiag":
-            asked.append(words)
+    def call(*arguments: str) -> str:
+        if arguments[0] == "sdiag":
+            asked.append(arguments)
             return answers[len(asked) - 1]
-        assert words == ("scontrol", "show", "hostnames", "n1,m[3-4]" if len(asked) < 3 else "n2,m[3-4]")
-        return words[-1].replace(",m[3-4]", "\nm3\nm4\n")
+        assert arguments == ("scontrol", "show", "hostnames", "n1,m[3-4]" if len(asked) < 3 else "n2,m[3-4]")
+        return arguments[-1].replace(",m[3-4]", "\nm3\nm4\n")
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
@@ -362,7 +362,7 @@ def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.Monke
     listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
     monkeypatch.setattr(
         "arpo_megatron.cluster.backend.SlurmBackend._on_nodes",
-        lambda self, name, words: steps.append(words) or listed,
+        lambda self, name, arguments: steps.append(arguments) or listed,
     )
     states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
     monkeypatch.setattr(
@@ -375,8 +375,10 @@ def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.Monke
 def test_scratch_directory_is_made_and_others_are_listed() -> None:
     folder = Path(f"/tmp/arpo-{NOBODYS}")
     try:
-        said = subprocess.run(["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True, check=True)
-        assert str(folder) in said.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
+        output = subprocess.run(
+            ["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True, check=True
+        )
+        assert str(folder) in output.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
     finally:
         folder.rmdir()
 

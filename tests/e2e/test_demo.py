@@ -31,7 +31,7 @@ SHORT_DEMO = ("sft.steps=120", "train.steps=2", "train.tasks_per_step=6", "evalu
 def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
     check_run(demo)
     shown = ("held-out question", "<result>", "transformers and SGLang agree", "forks after")
-    assert not [words for words in shown if words not in demo["screen"]]
+    assert not [text for text in shown if text not in demo["screen"]]
 
 
 def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def check_decisions(demo: dict[str, Any], capsys: Any) -> None:
         assert "all follow" in capsys.readouterr().out
 
 
-def arpo(*words: str) -> str:
+def arpo(*arguments: str) -> str:
     """Run `arpo`, which must succeed; returns its standard output."""
-    done = subprocess.run([*ARPO, *words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*ARPO, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

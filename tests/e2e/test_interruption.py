@@ -47,10 +47,10 @@ def processes_of(run: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            words = [*process.cmdline(), *process.environ().values()]
+            arguments = [*process.cmdline(), *process.environ().values()]
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-        if process.pid != os.getpid() and any(str(run) in word for word in words):
+        if process.pid != os.getpid() and any(str(run) in word for word in arguments):
             found.append(process)
     return found
 

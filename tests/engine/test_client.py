@@ -133,22 +133,22 @@ def test_pause_holds_requests_that_check_their_engine(scripted_engine: Start) ->
 
 def test_engine_with_old_weights_is_reported_and_not_used(scripted_engine: Start) -> None:
     old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
-    told: list[str] = []
+    reported: list[str] = []
 
     async def run() -> list[Generation]:
         async with EngineClient(old.url, new.url) as client:
-            client.version, client.on_stale = 4, told.append
+            client.version, client.on_stale = 4, reported.append
             got = await asyncio.gather(*(answer(client, f"tree-{number}") for number in range(20)))
             assert set(client.retries) == {"stale"}
             return list(got)
 
     assert {part.weight_version for part in asyncio.run(run())} == {4}
-    assert told == [old.url]
+    assert reported == [old.url]
     sampled = len(old.requests)
 
     async def wait_for_the_push() -> Generation:
         async with EngineClient(old.url) as client:
-            client.version, client.on_stale = 4, told.append
+            client.version, client.on_stale = 4, reported.append
             waiting = asyncio.create_task(asyncio.wait_for(answer(client, "tree"), 10))
             await asyncio.sleep(0.4)
             assert not waiting.done()
@@ -176,16 +176,16 @@ def test_trees_bypass_a_router_to_an_engine_with_old_weights(scripted_engine: St
     old, new = scripted(scripted_engine, version=0), scripted(scripted_engine, version=4)
     router = Router(str, engines=[old, new])
     scripted_engine(router)
-    told: list[str] = []
+    reported: list[str] = []
 
     async def run() -> None:
         async with EngineClient(old.url, new.url, router=router.url) as client:
-            client.version, client.on_stale = 4, told.append
+            client.version, client.on_stale = 4, reported.append
             async with asyncio.timeout(10):
                 for _ in range(5):
                     got = await asyncio.gather(*(answer(client, str(number)) for number in range(20)))
                     assert {part.weight_version for part in got} == {4}
-            assert set(told) == {old.url}  # again after a rest, on a busy machine
+            assert set(reported) == {old.url}  # again after a rest, on a busy machine
             assert len(old.requests) == 10  # one of each of its trees
             assert router.keys == {str(number): 5 if number % 2 else 1 for number in range(20)}
             old.version = 5

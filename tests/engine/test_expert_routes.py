@@ -268,9 +268,9 @@ def test_missing_routes_are_an_error(engine: EngineHandle) -> None:
 @pytest.mark.slow_campaign
 def test_job_trains_with_the_routes_of_its_engine(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["train.steps=1", "train.tasks_per_step=4", "sft.steps=0", "evaluation.before=false"]
-    words += ["evaluation.after=false", "algorithm.router_replay=rollout", f"model.path={model}", f"run_dir={run}"]
-    command = [sys.executable, "-m", "arpo_megatron", "train", "quickstart", *words]
+    overrides = ["train.steps=1", "train.tasks_per_step=4", "sft.steps=0", "evaluation.before=false"]
+    overrides += ["evaluation.after=false", "algorithm.router_replay=rollout", f"model.path={model}", f"run_dir={run}"]
+    command = [sys.executable, "-m", "arpo_megatron", "train", "quickstart", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

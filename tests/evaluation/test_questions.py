@@ -72,8 +72,8 @@ def test_missing_file_error_has_the_source(files: Path) -> None:
         read_all(select_benchmarks("aime24,aime25,hle"), files, skip_missing=False)
     line = str(caught.value)
     assert "\n" not in line
-    for words in ("aime25", "huggingface.co/datasets/math-ai/aime25", "missing too: hle", "--skip-missing"):
-        assert words in line
+    for text in ("aime25", "huggingface.co/datasets/math-ai/aime25", "missing too: hle", "--skip-missing"):
+        assert text in line
     found, missing = read_all(select_benchmarks("aime24,aime25,hle"), files, skip_missing=True)
     assert [each.benchmark.name for each in found] == ["aime24"]
     assert [each.name for each in missing] == ["aime25", "hle"]

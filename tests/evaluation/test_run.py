@@ -78,11 +78,11 @@ def test_server_requests_have_the_paper_sampling(files: Path, tmp_path: Path) ->
 
 
 def test_tag_without_tools_is_plain_text(files: Path, tmp_path: Path) -> None:
-    said = "I would run <python>1+1</python>. So the answer is \\boxed{2}."
-    with served(ChatServer(lambda _messages: said)) as server:
+    text = "I would run <python>1+1</python>. So the answer is \\boxed{2}."
+    with served(ChatServer(lambda _messages: text)) as server:
         found = evaluate(request(server, files, tmp_path / "out", tasks=1))
     assert found["outcomes"] == {"right": 1}
-    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["response"].to_list() == [said]
+    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["response"].to_list() == [text]
 
 
 def test_prompted_model_uses_real_tools(files: Path, tmp_path: Path) -> None:
@@ -235,13 +235,13 @@ def test_rejected_key_ends_the_evaluation_and_the_rest_resumes(files: Path, tmp_
     def ended(messages: list[dict[str, str]]) -> int:
         return status if "4 plus 4?" in messages[-1]["content"] else 0
 
-    words = (*PLAIN, "engine.max_running_requests=1")
+    overrides = (*PLAIN, "engine.max_running_requests=1")
     with served(ChatServer(right, fail=ended)) as server:
         with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
-            evaluate(request(server, files, tmp_path / "out", overrides=words))
+            evaluate(request(server, files, tmp_path / "out", overrides=overrides))
         assert "\n" not in str(caught.value)
         server.fail, before = lambda _messages: 0, len(server.asked())
-        assert evaluate(request(server, files, tmp_path / "out", overrides=words))["outcomes"] == {"right": 6}
+        assert evaluate(request(server, files, tmp_path / "out", overrides=overrides))["outcomes"] == {"right": 6}
         assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
 
 
@@ -257,8 +257,8 @@ def test_status_decides_between_failure_and_refusal(files: Path, tmp_path: Path,
 def test_slow_server_is_logged_and_retried(files: Path, tmp_path: Path) -> None:
     failures, logged = iter([503, 503]), list[str]()
     with served(ChatServer(right, fail=lambda _messages: next(failures, 0))) as server:
-        words = (*PLAIN, "engine.retry_for_s=30")
-        found = evaluate(request(server, files, tmp_path / "out", overrides=words), logged.append)
+        overrides = (*PLAIN, "engine.retry_for_s=30")
+        found = evaluate(request(server, files, tmp_path / "out", overrides=overrides), logged.append)
     assert found["accuracy"] == 1.0
     (line,) = (line for line in logged if "no answer from" in line)
     assert "503" in line and "engine.retry_for_s=30" in line
@@ -317,8 +317,8 @@ def test_another_evaluation_needs_another_directory(files: Path, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"another config \(evaluation.temperature 0.6, not 0.5, seed \d+, not 7\); name"
     ):
-        words = ("evaluation.temperature=0.5", "seed=7")
-        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", overrides=words))
+        overrides = ("evaluation.temperature=0.5", "seed=7")
+        evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path / "out", overrides=overrides))
     with pytest.raises(UserError, match="other files"):
         evaluate(EvalRequest("oracle", suite="aime24", data=files, out=tmp_path))
 
@@ -335,9 +335,9 @@ def test_default_directory_is_numbered(files: Path, tmp_path: Path, monkeypatch:
 def test_killed_evaluation_resumes(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with served(ChatServer(right, holds_after=9)) as server:  # killed before the last answer
-        words = [*PLAIN, "engine.max_running_requests=2"]
+        overrides = [*PLAIN, "engine.max_running_requests=2"]
         where = ["--suite", "aime24", "--tools", "none", "--data", str(files), "--out", str(out), "--k", "2"]
-        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words, *where]
+        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *overrides, *where]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             journal, give_up = out / "attempts.jsonl", time.monotonic() + 400
             while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
@@ -349,7 +349,7 @@ def test_killed_evaluation_resumes(files: Path, tmp_path: Path) -> None:
         assert 4 <= len(kept) < 12
         server.holds_after = float("inf")
         before = len(server.asked())
-        found = evaluate(request(server, files, out, k=2, overrides=tuple(words)))
+        found = evaluate(request(server, files, out, k=2, overrides=tuple(overrides)))
         assert len(server.asked()) - before == 12 - len(kept)
     assert (found["tasks"], found["attempts"], found["accuracy"]) == (6, 2, 1.0)
     rows = pl.read_parquet(out / "records.parquet")
@@ -369,11 +369,11 @@ def test_interrupt_ends_an_evaluation_whose_judge_is_down(files: Path, tmp_path:
             assert any("is down" in line and "the evaluation waits for it" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
             try:
-                _, said = process.communicate(timeout=200)
+                _, error = process.communicate(timeout=200)
             finally:
                 process.kill()  # if it is still running
     assert process.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in error
     assert "WRONG" not in (tmp_path / "out" / "attempts.jsonl").read_text().upper(), (
         "an answer without a verdict is not wrong"
     )
@@ -389,8 +389,8 @@ def test_answers_saved_while_the_judge_is_down_are_only_judged_later(files: Path
     out, attempts = tmp_path / "out", 10  # at two questions: more than are scored at once
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
         where = ["--suite", "gaia,xbench", "--tools", "none", "--data", str(files), "--out", str(out)]
-        words = [*PLAIN, *JUDGE, "reward.judge.concurrency=4", "--attempts", str(attempts), *where]
-        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *words]
+        arguments = [*PLAIN, *JUDGE, "reward.judge.concurrency=4", "--attempts", str(attempts), *where]
+        command = [sys.executable, "-m", "arpo_megatron", "eval", server.url, *arguments]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             journal, give_up = out / "attempts.jsonl", time.monotonic() + 400
             while not journal.exists() or journal.read_bytes().count(b"\n") < 2 * attempts:
@@ -426,17 +426,17 @@ def test_judge_concurrency_follows_the_config(files: Path, tmp_path: Path) -> No
 
     numbers = itertools.count()
     with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
-        words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
-        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=words))
+        overrides = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
+        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=overrides))
     assert found["outcomes"] == {"right": 40}
     assert judge.most_at_once > 32  # more than the default number of threads
 
 
 def test_equal_answers_are_one_judge_request(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(verdict, delay_s=0.2)) as judge:
-        words = (*JUDGE, f"reward.judge.url={judge.url}/v1")
+        overrides = (*JUDGE, f"reward.judge.url={judge.url}/v1")
         found = evaluate(
-            EvalRequest("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, overrides=words)
+            EvalRequest("oracle", suite="gaia", data=files, out=tmp_path / "out", attempts=10, overrides=overrides)
         )
     assert (found["outcomes"], len(judge.requests)) == ({"right": 10}, 1)
 
@@ -445,14 +445,14 @@ def test_judge_that_rejects_the_key_ends_the_evaluation(files: Path, tmp_path: P
     server, judge = ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>"), ChatServer(verdict)
     judge.fail = lambda _messages: 401
     with served(server), served(judge), pytest.raises(UserError, match="answers 401 for 'absent'"):
-        words = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
-        evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=words))
+        overrides = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1")
+        evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=3, overrides=overrides))
 
 
 def test_unjudged_attempts_are_in_the_notes(files: Path, tmp_path: Path) -> None:
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Lima}</answer>")) as server:
-        words = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
-        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", overrides=words))
+        overrides = (*PLAIN, *JUDGE, "reward.judge.when_down=fallback")
+        found = evaluate(request(server, files, tmp_path / "out", suite="gaia", overrides=overrides))
     assert found["outcomes"] == {"unjudged": 1}
     notes = read_summary(tmp_path / "out").notes
     assert any("1 questions had none because the judge was down" in note for note in notes)

@@ -41,10 +41,10 @@ def test_answer_is_extracted_where_a_reader_would_find_it(text: str, answer: str
 
 
 def test_box_in_a_tool_result_is_not_an_answer() -> None:
-    said = "<think>t</think><search>q</search>"
-    text = said + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
+    model_text = "<think>t</think><search>q</search>"
+    text = model_text + " <result>\n\\boxed{42} <answer>\\boxed{42}</answer>\n</result>"
     found = score_response(
-        NUMBER, 0, AgentResponse(text, said, Finish.LENGTH), benchmark_scorer("math", Tools.TRAINED, None)
+        NUMBER, 0, AgentResponse(text, model_text, Finish.LENGTH), benchmark_scorer("math", Tools.TRAINED, None)
     )
     assert (found.answer, found.score, found.outcome) == (None, 0.0, Outcome.LENGTH)
 

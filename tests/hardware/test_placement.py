@@ -55,7 +55,7 @@ def test_platform_cpu_hides_gpus_from_all_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus", "line"),
+    ("overrides", "gpus", "line"),
     [
         (["parallel.data=2"], 1, "2 trainer ranks need 2 GPUs, but torch finds 1"),
         (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need 4 GPUs, but torch finds 2"),
@@ -72,11 +72,11 @@ def test_platform_cpu_hides_gpus_from_all_processes() -> None:
         (["sync.transport=ipc"], 2, "needs engine.placement=colocated"),
     ],
 )
-def test_check_machine_error_is_one_line(words, gpus, line, monkeypatch) -> None:
+def test_check_machine_error_is_one_line(overrides, gpus, line, monkeypatch) -> None:
     monkeypatch.setattr(placement, "_visible_gpus", lambda: gpus)
     monkeypatch.setattr(placement, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        placement.check_machine(resolve.resolve("quickstart", overrides=words))
+        placement.check_machine(resolve.resolve("quickstart", overrides=overrides))
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 

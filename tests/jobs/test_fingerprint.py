@@ -31,8 +31,12 @@ def config(tmp_path: Path) -> JobConfig:
     make_model_directory(tmp_path / "model", SIZES, generated_tokenizer())
     save_random_weights(tmp_path / "model", seed=1)
     (tmp_path / "talks.jsonl").write_text("{}\n{}\n")
-    words = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'talks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
-    return resolve.resolve("quickstart", overrides=[*words, "sft.steps=3"])
+    overrides = [
+        f"model.path={tmp_path / 'model'}",
+        f"sft.data={tmp_path / 'talks.jsonl'}",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    return resolve.resolve("quickstart", overrides=[*overrides, "sft.steps=3"])
 
 
 @pytest.fixture

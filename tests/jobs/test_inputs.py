@@ -14,7 +14,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         ([], "train.tasks_per_step=6 exceeds the 5 training tasks"),
         (
@@ -27,7 +27,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
         ),
     ],
 )
-def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     rows: list[dict[str, Any]] = [
         {
             "prompt": [{"role": "user", "content": f"How much is {number} and {number}?"}],
@@ -39,10 +39,10 @@ def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, words: list[s
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     data = ["data.kind=arpo_parquet", f"data.path={tmp_path / 'rows.parquet'}", "data.held_out=1", "evaluation.tasks=1"]
     data += ["data.max_prompt_tokens=100"]
-    config = resolve.resolve("quickstart", overrides=["sft.steps=0", "train.tasks_per_step=6", *data, *words])
+    config = resolve.resolve("quickstart", overrides=["sft.steps=0", "train.tasks_per_step=6", *data, *overrides])
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     with pytest.raises(UserError) as caught:
         prepare(config, run)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -30,15 +30,17 @@ def test_failing_rank_is_reported_first_and_all_ranks_end(tmp_path, how):
     ended_s = time.monotonic()
     assert 0 < ended_s - float((tmp_path / "failed_at_s.txt").read_text()) < END_S
     assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(_command(p))]
-    said, log = str(caught.value), run.logs / "failing_rank.log"
-    assert f"log: {log}" in said and "rank 9" not in said
+    message, log = str(caught.value), run.logs / "failing_rank.log"
+    assert f"log: {log}" in message and "rank 9" not in message
     if how == "is killed":  # it can say nothing itself: torchrun's summary names it, and no other rank speaks up
         assert re.search(r"Signal 9 \(SIGKILL\)|exitcode: -9", log.read_text())
         assert "rank 0 failed" not in log.read_text()
     else:
         first = re.search(r"rank (\d) failed:\n(.*)", log.read_text().split("earlier attempt\n")[1])
         assert first is not None and first[1] == "1"
-        assert said.index("rank 1 failed") < said.index("Traceback") < said.index("the guilty rank's own words")
+        assert (
+            message.index("rank 1 failed") < message.index("Traceback") < message.index("the guilty rank's own words")
+        )
 
 
 def _command(process: psutil.Process) -> list[str]:

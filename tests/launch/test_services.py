@@ -22,8 +22,8 @@ def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
 
     def seed(job: JobConfig, index: int) -> str:
         run = RunDirectory(tmp_path)
-        words = services._engine(job, run, tmp_path, index, LocalBackend(), tmp_path, "token").command
-        return words[words.index("--random-seed") + 1]
+        command = services._engine(job, run, tmp_path, index, LocalBackend(), tmp_path, "token").command
+        return command[command.index("--random-seed") + 1]
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]
     assert [seed(replace(config, seed=5), index) for index in range(2)] == ["5", "6"]

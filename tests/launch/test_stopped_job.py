@@ -46,8 +46,8 @@ class Ranks(LocalBackend):
         self.ran.append("services")
         yield SimpleNamespace(environment={})
 
-    def train(self, *words: str) -> None:
-        config = resolve.resolve("quickstart", overrides=[*WORDS, *words])
+    def train(self, *overrides: str) -> None:
+        config = resolve.resolve("quickstart", overrides=[*WORDS, *overrides])
         with Supervisor(self.run.logs) as supervisor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
             job.run_training_phases(config, self.run, supervisor, Progress(), lambda: None, self)

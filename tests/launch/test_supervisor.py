@@ -107,8 +107,8 @@ def test_dead_or_hung_service_is_restarted_at_its_address(
         assert not psutil.pid_exists(first)
         assert answer(other.url) == bystander
         wait_until(lambda: len(events(run)) == 2)
-        said = [event["text"] for event in events(run)]
-        assert said == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
+        notes = [event["text"] for event in events(run)]
+        assert notes == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
         supervisor.check()
         health = {role["name"]: role for role in read_health(run)["processes"]}
         assert (health["toy"]["pid"], health["toy"]["up"], health["toy"]["restarts"]) == (second, True, 1)
@@ -139,8 +139,8 @@ def test_service_in_its_first_start_is_not_down(
     with supervisor.serving(run, restarts=1):
         supervisor.checks.append(look)  # called while `start` waits
         supervisor.serve(toy)
-        said = capsys.readouterr().out
-        assert " starting " in said and " down " not in said
+        output = capsys.readouterr().out
+        assert " starting " in output and " down " not in output
         may_serve.unlink()
         os.kill(answer(toy.url) or 0, signal.SIGKILL)
         wait_until(lambda: not read_health(run)["processes"][0]["up"])
@@ -204,13 +204,15 @@ def test_service_that_never_came_up_is_not_restarted(
     assert not run.health.exists()
 
 
-@pytest.mark.parametrize(("grace_s", "said"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
-def test_service_with_grace_ends_in_order(run: RunDirectory, supervisor: Supervisor, grace_s: float, said: str) -> None:
+@pytest.mark.parametrize(("grace_s", "output"), [(120.0, "serving\nbye\n"), (0.0, "serving\n")])
+def test_service_with_grace_ends_in_order(
+    run: RunDirectory, supervisor: Supervisor, grace_s: float, output: str
+) -> None:
     polite = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), os._exit(0)))\n"
     toy = program(run, code=SERVER.replace("class", f"{polite}class", 1), grace_s=grace_s)
     with supervisor.serving(run, restarts=3):
         supervisor.serve(toy)
-    assert toy.log.read_text() == said
+    assert toy.log.read_text() == output
 
 
 LAUNCHER = """

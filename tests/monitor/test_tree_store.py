@@ -268,7 +268,7 @@ def branched(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tamper", "said"),
+    ("tamper", "message"),
     [
         (negative_step, "begun in step -1"),
         (no_task, "task None"),
@@ -284,7 +284,7 @@ def branched(row: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_damaged_row_is_named_in_one_line(
-    run: RunDirectory, tamper: Callable[[dict[str, Any]], None], said: str
+    run: RunDirectory, tamper: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     path = step_file(run, 1)
     write_trees(path, 1, [scored(grown(number)) for number in range(2)], decode)
@@ -292,7 +292,7 @@ def test_damaged_row_is_named_in_one_line(
     rows = table.to_pylist()
     tamper(rows[1])
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    with pytest.raises(UserError, match=rf"step_000001\.parquet is not a file of trees: row 1 .*{said}") as logged:
+    with pytest.raises(UserError, match=rf"step_000001\.parquet is not a file of trees: row 1 .*{message}") as logged:
         read_trees(path)
     assert "\n" not in str(logged.value)
 

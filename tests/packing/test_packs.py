@@ -133,7 +133,7 @@ def test_packs_in_step_are_paired_by_cost(forest, budget):
 
 @pytest.mark.parametrize(("multiple", "ranks"), [(1, 1), (16, 1), (16, 2)])
 def test_padding_of_counts_the_tokens_that_ranks_add(multiple, ranks):
-    (pack,) = pack_trees(*cases.minibatch(0), token_budget=10**6)
+    (pack,) = pack_trees(*cases.batch(0), token_budget=10**6)
     shard = ContextShard(0, ranks, multiple)
     with MicroBatches([pack], None, shard) as batches:
         local = len(batches.make(0).inputs[0])
@@ -217,7 +217,7 @@ def test_model_token_without_predictor_is_refused():
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (-3, 1), (9, 0)])
 def test_pack_trees_refuses_an_empty_budget_or_no_ranks(budget, ranks):
     with pytest.raises(ValueError, match=rf"token_budget={budget} and ranks={ranks} must be at least 1"):
-        pack_trees(*cases.minibatch(0), token_budget=budget, ranks=ranks)
+        pack_trees(*cases.batch(0), token_budget=budget, ranks=ranks)
 
 
 def test_credits_of_the_wrong_length_are_refused():

@@ -14,8 +14,8 @@ from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes
 
 
 def job(**engine: object) -> JobConfig:
-    words = [f"engine.{name}={value}" for name, value in engine.items()]
-    return resolve.resolve("quickstart", overrides=["parallel.tensor=2", "parallel.data=4", *words])
+    overrides = [f"engine.{name}={value}" for name, value in engine.items()]
+    return resolve.resolve("quickstart", overrides=["parallel.tensor=2", "parallel.data=4", *overrides])
 
 
 def places(plan: NodeLayout) -> list[tuple[int, int]]:
@@ -104,7 +104,7 @@ def test_cpu_ranks_are_divided_among_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "gpus", "nodes", "said"),
+    ("engine", "gpus", "nodes", "message"),
     [
         ({"tensor": 16}, 8, None, "an engine cannot span nodes"),
         ({"placement": "split", "replicas": 8}, 8, 3, "use --nodes 2"),
@@ -115,6 +115,6 @@ def test_cpu_ranks_are_divided_among_nodes() -> None:
         ({}, 0, 3, "cannot be divided evenly"),
     ],
 )
-def test_layout_error_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_layout_error_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         lay_out_nodes(job(**engine), gpus, nodes)

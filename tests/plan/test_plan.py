@@ -83,8 +83,8 @@ def test_offloaded_state_counts_as_host_memory() -> None:
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
 def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
     """Expert parallelism 8: with tensor 4 x data 2 one rank has an expert, with 4 x 8 four, with 4 x 32 sixteen."""
-    words = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
-    job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *words])
+    overrides = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
+    job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *overrides])
     found = plan(job, H100)
     copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
     held = stage_parameters(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
@@ -151,9 +151,9 @@ def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
 
 def test_pipeline_bubble_includes_collectives() -> None:
     """Half the bubble halves both work and waits."""
-    words = ["parallel.pipeline=4", "parallel.data=1"]
+    overrides = ["parallel.pipeline=4", "parallel.data=1"]
     jobs = [
-        resolve.resolve("deepsearch_14b", overrides=[*words, f"parallel.virtual_pipeline={chunks}"])
+        resolve.resolve("deepsearch_14b", overrides=[*overrides, f"parallel.virtual_pipeline={chunks}"])
         for chunks in (1, 2)
     ]
     work, waits = (
@@ -171,11 +171,11 @@ def test_colocated_engines_on_several_nodes_use_gloo() -> None:
     assert two.step_seconds["weight_push"] == pytest.approx(1 + 5 * sent / 4e9)
     assert one.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.link))
     assert split.step_seconds["weight_push"] == pytest.approx(1 + sent / (0.7 * H100.network))
-    told, files = (
+    broadcast, files = (
         plan(resolve.resolve("deepsearch_14b+1node", overrides=[f"sync.transport={kind}"]), H100)
         for kind in ("broadcast", "disk")
     )
-    assert told.step_seconds["weight_push"] == pytest.approx(1 + 4 * sent / 4e9), "eight GPUs and the root"
+    assert broadcast.step_seconds["weight_push"] == pytest.approx(1 + 4 * sent / 4e9), "eight GPUs and the root"
     assert files.step_seconds["weight_push"] == split.step_seconds["weight_push"]
 
 
@@ -269,13 +269,13 @@ def test_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, rep
 
 @pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
 def test_scaling_keeps_the_ratio_of_whole_nodes(trainer: int, engines: int) -> None:
-    words = [
+    overrides = [
         "engine.placement=split",
         "engine.tensor=1",
         f"parallel.data={8 * trainer}",
         f"engine.replicas={8 * engines}",
     ]
-    job = scale_to_nodes(resolve.resolve("quickstart", overrides=words), 5 * (trainer + engines), 8)
+    job = scale_to_nodes(resolve.resolve("quickstart", overrides=overrides), 5 * (trainer + engines), 8)
     assert (job.parallel.data, job.engine.replicas) == (40 * trainer, 40 * engines)
 
 

@@ -93,14 +93,14 @@ def test_installed_method_trains() -> None:
     actor = Actor(
         cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2
     )
-    minibatches = build_batches(scored, actor.config, actor.spec)
-    assert len(minibatches) == 2
-    every = [found for minibatch in minibatches for found in minibatch.advantages]
+    batches = build_batches(scored, actor.config, actor.spec)
+    assert len(batches) == 2
+    every = [found for batch in batches for found in batch.advantages]
     for found, given in zip(every, rewards, strict=True):
         np.testing.assert_allclose(found, (given - np.median(given)) / 0.5)
-    old = [actor.scores(minibatch.packs) for minibatch in minibatches]
-    for number, (minibatch, scores) in enumerate(zip(minibatches, old, strict=True)):
-        ready = finish_credit(actor, minibatch, scores.logprobs, actor.config, on_policy=number == 0)
+    old = [actor.scores(batch.packs) for batch in batches]
+    for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):
+        ready = finish_credit(actor, batch, scores.logprobs, actor.config, on_policy=number == 0)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
         assert not stats.skipped and stats.grad_norm > 0
         assert (stats.ratio_max == 1.0) is (number == 0)
@@ -108,10 +108,10 @@ def test_installed_method_trains() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_installed_component_of_each_other_kind_works() -> None:
-    words = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
-    words += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
+    overrides = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
+    overrides += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
     job = resolve.resolve(
-        "quickstart", overrides=[*words, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"]
+        "quickstart", overrides=[*overrides, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"]
     )
     reward = make_reward(job.reward, max_response_tokens=100)
     tasks = [Task(f"t{number}", (), "5", "math", "") for number in range(6)]

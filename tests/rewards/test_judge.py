@@ -231,8 +231,17 @@ def test_process_ends_at_once_with_requests_in_flight(tmp_path: Path, number: si
     labels = tmp_path / "labels.jsonl"
     labels.write_text('{"question":"q","truth":"t","answer":"a","correct":true}')
     with chat_server(slow) as server:
-        words = [f"reward.judge.url={server.url}", "reward.judge.model=examiner"]
-        command = [sys.executable, "-m", "arpo_megatron", "judge-report", "quickstart", "--labels", str(labels), *words]
+        arguments = [f"reward.judge.url={server.url}", "reward.judge.model=examiner"]
+        command = [
+            sys.executable,
+            "-m",
+            "arpo_megatron",
+            "judge-report",
+            "quickstart",
+            "--labels",
+            str(labels),
+            *arguments,
+        ]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             while not server.asked:
                 assert process.poll() is None
@@ -240,12 +249,12 @@ def test_process_ends_at_once_with_requests_in_flight(tmp_path: Path, number: si
             process.send_signal(number)
             begun = time.monotonic()
             try:
-                _, said = process.communicate(timeout=50.0)
+                _, output = process.communicate(timeout=50.0)
             finally:
                 process.kill()  # where it has not ended
     assert time.monotonic() - begun < 30.0  # about 1 s, on a busy machine more; the answer takes 60 s
     assert process.returncode == 130
-    assert said == "arpo: interrupted\n"
+    assert output == "arpo: interrupted\n"
 
 
 def test_training_waits_for_a_judge_that_is_down_and_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:

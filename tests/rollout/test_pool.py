@@ -60,7 +60,7 @@ def test_refused_common_prefill_fails_no_tree(scripted_engine: Start) -> None:
 def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) -> None:
     """In either order of the two groups' reports."""
     training = scripted_engine(ScriptedEngine(lambda _text: "<answer>1</answer>", fail_first=1))
-    told: list[RolloutProgress] = []
+    reported: list[RolloutProgress] = []
 
     async def run() -> list[RolloutReport]:
         async with EngineClient(training.url) as client:
@@ -70,7 +70,7 @@ def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) 
                 CODEC,
                 SEED,
                 lambda _settings: GrpoPolicy(1),
-                told.append,
+                reported.append,
                 lambda *_entry: None,
             )
             settings = RolloutSettings(None, 1, Sampling(), RolloutLimits(3000, 900, 4, 60, 5.0))
@@ -79,7 +79,7 @@ def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) 
                     tree = LiveTree(number, group, Task(group, (), "", "math", "p"), 0, 0, settings)
                     pool.start(StartTrees((tree,), 0))
                     await pool.finish(group)  # the first request is that of training
-                told.clear()
+                reported.clear()
                 return [await pool.collect(CollectTrees(group)) for group in ("evaluation", "training")]
             finally:
                 await pool.close()
@@ -87,7 +87,7 @@ def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) 
     reports = asyncio.run(run())
     assert [report.trees[0].task_id for report in reports] == ["evaluation", "training"]
     assert [report.stats.counts.retries for report in reports] == [0, 1]
-    assert {progress.tokens_sampled for progress in told} == {reports[0].stats.counts.tokens_sampled}
+    assert {progress.tokens_sampled for progress in reported} == {reports[0].stats.counts.tokens_sampled}
 
 
 def test_retries_of_a_failed_common_prefill_are_counted(scripted_engine: Start) -> None:

@@ -252,15 +252,15 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
         done = CliRunner().invoke(app, ["replay-tree", *options])
         return done.exit_code, done.output
 
-    code, said = replay(str(path))
-    assert (code, "2 trees" in said, "all follow" in said) == (0, True, True)
+    code, output = replay(str(path))
+    assert (code, "2 trees" in output, "all follow" in output) == (0, True, True)
     write_trees(path, 1, [scored, ScoredTree.incomplete(scored.task, tree, "failed")], CODEC.decode)
-    code, said = replay(str(path))
-    assert (code, "1 trees, " in said, "1 trees were dropped" in said) == (0, True, True)
+    code, output = replay(str(path))
+    assert (code, "1 trees, " in output, "1 trees were dropped" in output) == (0, True, True)
     write_trees(path, 1, [scored, replace(scored, tree=RolloutTree.from_dict(data))], CODEC.decode)
-    code, said = replay(str(path))
+    code, output = replay(str(path))
     assert code == 1
-    assert said.startswith("tree 1 (task-1): segment ")
+    assert output.startswith("tree 1 (task-1): segment ")
     assert replay(str(path), "--tree", "0")[0] == 0
     assert replay(str(path), "--tree", "1")[0] == 1
     elsewhere = tmp_path / "elsewhere.parquet"
@@ -271,5 +271,5 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
     for rewards, dropped in (([], None), ([1.0], None), ([1.0], "failed")):
         unrewarded = replace(scored, rewards=np.array(rewards), dropped=dropped)
         write_trees(path, 1, [scored, unrewarded], CODEC.decode)
-        code, said = replay(str(path))
-        assert (code, said) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories\n")
+        code, output = replay(str(path))
+        assert (code, output) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories\n")

@@ -189,9 +189,9 @@ def test_curves_of_a_seed_start_from_the_mean_of_its_arms(tmp_path: Path) -> Non
     np.testing.assert_allclose(values, [[3 / 9, 5 / 9]] * 2 + [[3 / 9, 8 / 9]] * 2)
 
 
-def study(out: Path, *words: str) -> list[str]:
+def study(out: Path, *arguments: str) -> list[str]:
     options = ["--seeds", "1", "--jobs", "2", "--only", "grpo,arpo", "--out", str(out)]
-    return [sys.executable, "-m", "arpo_megatron", "study", "efficiency", *TINY, *words, *options]
+    return [sys.executable, "-m", "arpo_megatron", "study", "efficiency", *TINY, *arguments, *options]
 
 
 @pytest.mark.slow_campaign

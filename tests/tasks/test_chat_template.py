@@ -108,7 +108,7 @@ def make(template: str) -> PreTrainedTokenizerFast:
 TOKENIZERS = {template: make(template) for template in (*ENDS, QWEN_TOOLS, QWEN_THINKING, NO_END)}
 
 
-def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -137,9 +137,9 @@ turns = st.lists(st.tuples(text, st.booleans(), text), min_size=1, max_size=4)
 def test_trained_tokens_are_each_trained_answer_with_its_end(style: str, turns: list[tuple[str, bool, str]]) -> None:
     template = STYLES[style]
     turns = [*turns, ("bye", True, "bye")]
-    messages = [said("system", "be brief")]
+    messages = [turn("system", "be brief")]
     for question, trained, answer in turns:
-        messages += [said("user", question), said("assistant", answer, **({} if trained else {"train": False}))]
+        messages += [turn("user", question), turn("assistant", answer, **({} if trained else {"train": False}))]
     tree = tree_of(template, messages)
     assert learnt(template, messages) == [answer + ENDS[template] for _, trained, answer in turns if trained]
     plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
@@ -152,13 +152,13 @@ def test_trained_tokens_are_each_trained_answer_with_its_end(style: str, turns: 
 def test_tool_calls_are_trained_and_their_results_are_not() -> None:
     call = {"type": "function", "function": {"name": "python", "arguments": '{"code": "6*7"}'}}
     messages = [
-        said("system", "be brief"),
-        said("user", "6*7?"),
+        turn("system", "be brief"),
+        turn("user", "6*7?"),
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        said("tool", "42"),
-        said("tool", ""),
-        said("assistant", "42"),
-        said("user", "thanks"),
+        turn("tool", "42"),
+        turn("tool", ""),
+        turn("assistant", "42"),
+        turn("user", "thanks"),
     ]
     tools = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}]
     shown = '<tool_call>\n{"name": "python", "arguments": {"code": "6*7"}}\n</tool_call><|im_end|>'
@@ -167,7 +167,7 @@ def test_tool_calls_are_trained_and_their_results_are_not() -> None:
         assert learnt(QWEN_TOOLS, messages, tools=given_tools) == [shown, "42<|im_end|>"]
         tokens = tree.path_tokens(tree.leaves()[0]).tolist()
         plain = [dict(message) for message in messages]
-        plain[2] = said(
+        plain[2] = turn(
             "assistant", "", tool_calls=[{**call, "function": {"name": "python", "arguments": {"code": "6*7"}}}]
         )
         assert tokens == whole(QWEN_TOOLS, plain, tools)[: len(tokens)]
@@ -175,16 +175,16 @@ def test_tool_calls_are_trained_and_their_results_are_not() -> None:
 
 
 def test_empty_thinking_block_of_the_last_turn_is_accepted() -> None:
-    messages = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+    messages = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
     assert learnt(QWEN_THINKING, messages) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
 
 
 def test_template_that_drops_reasoning_makes_a_bad_row() -> None:
     messages = [
-        said("user", "a"),
-        said("assistant", "b", reasoning_content="hm"),
-        said("user", "c"),
-        said("assistant", "d"),
+        turn("user", "a"),
+        turn("assistant", "b", reasoning_content="hm"),
+        turn("user", "c"),
+        turn("assistant", "d"),
     ]
     with pytest.raises(BadRowError, match="differently in the whole"):
         tree_of(QWEN_THINKING, messages)
@@ -195,7 +195,7 @@ def test_template_that_drops_reasoning_makes_a_bad_row() -> None:
 
 def test_last_character_of_several_tokens_is_trained_completely() -> None:
     for template in ENDS:
-        assert learnt(template, [said("user", "a"), said("assistant", "done \U0001f600")])[0].startswith(
+        assert learnt(template, [turn("user", "a"), turn("assistant", "done \U0001f600")])[0].startswith(
             "done \U0001f600"
         )
 
@@ -205,39 +205,39 @@ def test_turn_that_shares_a_token_with_its_prompt_is_refused() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # With GPT-2's splitting, two line breaks are one token at the end of a prompt, and two before a word.
     with pytest.raises(BadRowError, match="the tokenizer joins the beginning of message 1"):
-        conversation_tree({"messages": [said("user", "a"), said("assistant", "yes")]}, ChatEncoder(tokenizer), 100)
+        conversation_tree({"messages": [turn("user", "a"), turn("assistant", "yes")]}, ChatEncoder(tokenizer), 100)
 
 
 def test_whole_turn_is_trained_without_an_end_token() -> None:
-    assert learnt(NO_END, [said("user", "a"), said("assistant", "<think>x</think>the answer")]) == [
+    assert learnt(NO_END, [turn("user", "a"), turn("assistant", "<think>x</think>the answer")]) == [
         "<think>x</think>the answer\n"
     ]
 
 
 def test_weight_and_train_are_equivalent() -> None:
     for mark in ({"weight": 0}, {"train": False}):
-        messages = [said("user", "a"), said("assistant", "no", **mark), said("user", "b"), said("assistant", "yes")]
+        messages = [turn("user", "a"), turn("assistant", "no", **mark), turn("user", "b"), turn("assistant", "yes")]
         for template, end in ENDS.items():
             assert learnt(template, messages) == ["yes" + end]
-    assert learnt(CHATML, [said("user", "a"), said("assistant", "yes", weight=1)]) == ["yes<|im_end|>"]
+    assert learnt(CHATML, [turn("user", "a"), turn("assistant", "yes", weight=1)]) == ["yes<|im_end|>"]
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ([], 'no "messages" list, or an empty one'),
-        ([said("user", "a"), said("assistant", " ")], "message 1 has no content"),
-        ([said("user", ""), said("assistant", "b")], "message 0 has no content"),
-        ([said("user", "a"), said("system", "b"), said("assistant", "c")], "a system message comes first"),
-        ([said("user", "a", tool_calls=[]), said("assistant", "b")], "a user message with tool_calls"),
-        ([said("user", "a"), said("assistant", "b", weight=0.5)], "neither true nor false"),
-        ([said("user", "a"), said("assistant", "b", train=False)], "no assistant turn to learn"),
-        ([said("user", "a"), said("assistant", "", tool_calls=[{"function": {}}])], "a tool call without a name"),
+        ([turn("user", "a"), turn("assistant", " ")], "message 1 has no content"),
+        ([turn("user", ""), turn("assistant", "b")], "message 0 has no content"),
+        ([turn("user", "a"), turn("system", "b"), turn("assistant", "c")], "a system message comes first"),
+        ([turn("user", "a", tool_calls=[]), turn("assistant", "b")], "a user message with tool_calls"),
+        ([turn("user", "a"), turn("assistant", "b", weight=0.5)], "neither true nor false"),
+        ([turn("user", "a"), turn("assistant", "b", train=False)], "no assistant turn to learn"),
+        ([turn("user", "a"), turn("assistant", "", tool_calls=[{"function": {}}])], "a tool call without a name"),
         (
-            [said("user", "a"), said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])],
+            [turn("user", "a"), turn("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])],
             "the arguments of f are not JSON",
         ),
-        ([said("user", [{"type": "image"}]), said("assistant", "b")], "the content is not text"),
+        ([turn("user", [{"type": "image"}]), turn("assistant", "b")], "the content is not text"),
     ],
 )
 def test_unusable_message_gives_a_reason(messages: list[dict[str, Any]], reason: str) -> None:
@@ -248,31 +248,31 @@ def test_unusable_message_gives_a_reason(messages: list[dict[str, Any]], reason:
 @pytest.mark.parametrize("template", ["{{ raise_exception('') }}", "{{ messages[0].x.y }}", "{{ 1 / 0 }}"])
 def test_template_errors_are_bad_rows(template: str) -> None:
     with pytest.raises(BadRowError, match="the chat template refuses"):
-        ChatEncoder(make(template)).encode(check_row({"messages": [said("user", "a"), said("assistant", "b")]}))
+        ChatEncoder(make(template)).encode(check_row({"messages": [turn("user", "a"), turn("assistant", "b")]}))
 
 
 def test_content_may_be_a_list_of_text_parts() -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "answer"}]
-    assert learnt(CHATML, [said("user", "a"), {"role": "assistant", "content": parts}]) == ["the answer<|im_end|>"]
+    assert learnt(CHATML, [turn("user", "a"), {"role": "assistant", "content": parts}]) == ["the answer<|im_end|>"]
 
 
 def test_parquet_nulls_of_other_rows_fields_are_removed(tmp_path: Path) -> None:
     call = {"function": {"name": "f", "arguments": {"x": "1"}}}
     rows = [
-        {"messages": [said("user", "a"), said("assistant", "b")]},
+        {"messages": [turn("user", "a"), turn("assistant", "b")]},
         {
             "messages": [
-                said("user", "a"),
+                turn("user", "a"),
                 {"role": "assistant", "content": "", "tool_calls": [call]},
-                said("tool", "1"),
+                turn("tool", "1"),
             ]
         },
         {
             "messages": [
-                said("user", "a"),
-                said("assistant", "b"),
-                said("user", "c"),
-                said("assistant", "d", train=False),
+                turn("user", "a"),
+                turn("assistant", "b"),
+                turn("user", "c"),
+                turn("assistant", "d", train=False),
             ]
         },
     ]
@@ -285,7 +285,7 @@ def test_parquet_nulls_of_other_rows_fields_are_removed(tmp_path: Path) -> None:
 
 
 def test_json_array_and_blank_lines_are_read(tmp_path: Path) -> None:
-    row = {"messages": [said("user", "a"), said("assistant", "b")]}
+    row = {"messages": [turn("user", "a"), turn("assistant", "b")]}
     (tmp_path / "talks.json").write_text(json.dumps([row, row]))
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(row)}\n\n{json.dumps(row)}\n")
     for name in ("talks.json", "talks.jsonl"):
@@ -294,7 +294,7 @@ def test_json_array_and_blank_lines_are_read(tmp_path: Path) -> None:
 
 def test_token_beyond_the_embedding_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
-    rows = [{"messages": [said("user", "a"), said("assistant", "b")]}]
+    rows = [{"messages": [turn("user", "a"), turn("assistant", "b")]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     vocabulary = len(TOKENIZERS[CHATML])
     assert not read_conversations(path, TOKENIZERS[CHATML], 1000, vocabulary=vocabulary).bad_rows

@@ -49,17 +49,17 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def said(role: str, content: str, **more: object) -> dict[str, object]:
+def turn(role: str, content: str, **more: object) -> dict[str, object]:
     return {"role": role, "content": content, **more}
 
 
 TALK = [
-    said("system", "be brief"),
-    said("user", "2+2?"),
-    said("assistant", "<python>2+2</python>"),
-    said("tool", "4"),
-    said("assistant", "4"),
-    said("user", "thanks"),
+    turn("system", "be brief"),
+    turn("user", "2+2?"),
+    turn("assistant", "<python>2+2</python>"),
+    turn("tool", "4"),
+    turn("assistant", "4"),
+    turn("user", "thanks"),
 ]
 
 
@@ -80,7 +80,7 @@ def test_only_assistant_tokens_are_trained(template: str) -> None:
     template=st.sampled_from([CHATML, MARKED]),
 )
 def test_any_conversation_is_a_prefix_of_the_rendered_one(turns: list[tuple[str, str]], template: str) -> None:
-    messages = [said("system", "x"), *(said(role, "x" + text) for role, text in turns), said("assistant", "end")]
+    messages = [turn("system", "x"), *(turn(role, "x" + text) for role, text in turns), turn("assistant", "end")]
     tokenizer = tokenizer_with(template)
     tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer), 10**6)
     trajectory = tree.trajectory(tree.leaves()[0])
@@ -91,7 +91,7 @@ def test_any_conversation_is_a_prefix_of_the_rendered_one(turns: list[tuple[str,
 
 
 def test_untrained_turn_is_context() -> None:
-    messages = [*TALK[:2], said("assistant", "wrong", train=False), TALK[3], TALK[4]]
+    messages = [*TALK[:2], turn("assistant", "wrong", train=False), TALK[3], TALK[4]]
     for template in (CHATML, MARKED):
         tree = conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(template)), 1000)
         assert [s.role for s in tree.segments] == [Role.PROMPT, Role.MODEL]
@@ -101,11 +101,11 @@ def test_untrained_turn_is_context() -> None:
     ("row", "reason"),
     [
         ({}, 'no "messages" list'),
-        ({"messages": [said("robot", "x")]}, "message 0 has no role"),
+        ({"messages": [turn("robot", "x")]}, "message 0 has no role"),
         ({"messages": [{"role": "user"}]}, "message 0 has no content"),
-        ({"messages": [said("user", "x")]}, "no assistant turn to learn"),
-        ({"messages": [said("user", "x" * 200), said("assistant", "y")]}, "more than 100"),
-        ({"messages": [said("user", "x"), said("assistant", "y", train="no")]}, "neither true nor false"),
+        ({"messages": [turn("user", "x")]}, "no assistant turn to learn"),
+        ({"messages": [turn("user", "x" * 200), turn("assistant", "y")]}, "more than 100"),
+        ({"messages": [turn("user", "x"), turn("assistant", "y", train="no")]}, "neither true nor false"),
     ],
 )
 def test_unusable_row_gives_a_reason(row: dict[str, object], reason: str) -> None:
@@ -114,7 +114,7 @@ def test_unusable_row_gives_a_reason(row: dict[str, object], reason: str) -> Non
 
 
 def test_template_that_rewrites_earlier_turns_makes_a_bad_row() -> None:
-    messages = [said("user", "a"), said("assistant", "hm</think>b"), said("user", "c"), said("assistant", "d")]
+    messages = [turn("user", "a"), turn("assistant", "hm</think>b"), turn("user", "c"), turn("assistant", "d")]
     with pytest.raises(ValueError, match="renders the turns before message"):
         conversation_tree({"messages": messages}, ChatEncoder(tokenizer_with(REWRITING)), 1000)
     assert (

@@ -305,7 +305,7 @@ class Killed(BaseException):
 def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path, staleness: int, report: int) -> None:
     """The kill comes in the third step; the final write of an orderly end (`now=True`) does not happen."""
     tasks = [task(f"t{n}") for n in range(40)]
-    path, told = tmp_path / "step_journal.msgpack", list[str]()
+    path, warnings = tmp_path / "step_journal.msgpack", list[str]()
 
     class UntilKilled(StepJournal):
         def write(self, step: int, *state: Any, now: bool = False) -> None:
@@ -315,7 +315,7 @@ def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path,
     def begin() -> tuple[EpochSelector, TreeCollector, Rollouts]:
         selector = EpochSelector(tasks, 1)
         held, rollouts = collector(lambda name: name not in given_up, selector, max_staleness=staleness, max_refills=3)
-        held.journal = UntilKilled(path, tmp_path, 1, 0.0, told.append)
+        held.journal = UntilKilled(path, tmp_path, 1, 0.0, warnings.append)
         return selector, held, rollouts
 
     given_up = {each.id for each in EpochSelector(tasks, 1).next_batch(16)[1::3]}
@@ -353,7 +353,7 @@ def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path,
         held.done()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
-    assert told == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -33,7 +33,7 @@ def new_actor() -> Actor:
 
 
 def packs_of(seed: int, budget: int = 120):
-    return pack_trees(*cases.minibatch(seed), token_budget=budget)
+    return pack_trees(*cases.batch(seed), token_budget=budget)
 
 
 def with_a(value: float, packs, index: int):
@@ -119,10 +119,12 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path):
         in_a_row = 0 if update is None else dump_skipped_update(update, in_a_row, folder, events)
     with pytest.raises(UserError, match=r"3 updates in a row were skipped; .* arpo replay-pack .*train_000003-5.npz"):
         dump_skipped_update(bad, in_a_row, folder, events)
-    told = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
-    assert len(told) == len(list(folder.iterdir())) == 5
+    texts = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
+    assert len(texts) == len(list(folder.iterdir())) == 5
     packs = len(bad.packs)
-    assert told[0].startswith(f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo replay-pack ")
+    assert texts[0].startswith(
+        f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo replay-pack "
+    )
 
 
 def test_file_without_a_dump_is_refused(tmp_path):

@@ -46,7 +46,7 @@ main()
 def test_full_disk_does_not_hide_the_error_of_a_rank(tmp_path):
     events = tmp_path / "events.jsonl"
     with Path("/dev/full").open("wb") as log:
-        words = [sys.executable, "-c", "import sys" + FAILING, str(events)]
-        done = subprocess.run(words, stdout=log, stderr=log, timeout=250)
+        command = [sys.executable, "-c", "import sys" + FAILING, str(events)]
+        done = subprocess.run(command, stdout=log, stderr=log, timeout=250)
     assert done.returncode == 1
     assert '"kind": "user_error", "text": "no room"' in events.read_text()

@@ -276,8 +276,8 @@ def test_export_to_a_full_disk_leaves_the_old_export_and_no_partial_one(tmp_path
     with small_disk(disk, 2**15) as full:
         (disk / "out").mkdir()
         (disk / "out" / "older").touch()
-        said = rf"disk/out could not be written \({full}\): make room"
-        with pytest.raises(UserError, match=said), explain_disk_errors(disk / "out", "make room"):
+        message = rf"disk/out could not be written \({full}\): make room"
+        with pytest.raises(UserError, match=message), explain_disk_errors(disk / "out", "make room"):
             export_hf([model], spec, tmp_path / "source", disk / "out")
         assert [path.name for path in disk.rglob("*")] == ["out", "older"]
 

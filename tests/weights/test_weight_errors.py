@@ -36,7 +36,7 @@ def write_config(directory: Path, source: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not supported"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "'Qwen3ForSequenceClassification' is not supported"),
@@ -49,16 +49,16 @@ def write_config(directory: Path, source: Path, **changes: Any) -> Path:
     ],
 )
 def test_unsupported_model_variants_are_refused(
-    source: Path, tmp_path: Path, changes: dict[str, Any], said: str
+    source: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as error:
         ModelSpec.from_hf(write_config(tmp_path, source, **changes))
-    assert said in line(error)
+    assert message in line(error)
     assert str(tmp_path / "config.json") in line(error)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] and decoder_sparse_step=1 mix dense and expert layers"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 mix dense and expert layers"),
@@ -66,10 +66,10 @@ def test_unsupported_model_variants_are_refused(
         ({"num_experts_per_tok": 1}, "norm_topk_prob with one expert a token gives the router no gradient"),
     ],
 )
-def test_unsupported_mixtures_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_mixtures_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     make(tmp_path, "qwen3moe")
     assert ModelSpec.from_hf(tmp_path).experts == MoESpec(8, 3, True, 0.001)
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         ModelSpec.from_hf(write_config(tmp_path, tmp_path, **changes))
     assert "\n" not in str(error.value)
 
