@@ -4,9 +4,10 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 
 | module | content |
 | --- | --- |
-| `profile` | the values that describe a cluster (slurm/clusters/*.yaml) |
+| `profile`, `profiles/` | the values that describe a cluster; `profiles` is a link to slurm/clusters |
 | `code_snapshot` | the code of the working tree, packed with the job |
 | `submit` | recipe, profile and code -> nemo-run -> sbatch |
+| `packager` | the archive of the code that nemo-run sends with the job |
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
 | `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |

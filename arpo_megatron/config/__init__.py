@@ -3,7 +3,7 @@
 A recipe (a function in `recipes/`) returns a `JobConfig`; `arpo_megatron.jobs.resolve` applies a `--config` file and
 `key=value` overrides to it. An unknown key, a wrong type or an impossible combination raises `UserError` with one line
 before any process starts. The attribute docstrings are the reference: docs/configuration.md is generated from them.
-This package imports `utils` and `errors` only.
+May import `utils` and `errors` only.
 """
 
 from arpo_megatron.config.algorithm import AlgorithmConfig

@@ -1,4 +1,4 @@
 """Outputs of a run: events, metrics, profiles, stored trees, and their display in the terminal.
 
-This package may import `jobs` and what lies below it, not the trainer whose numbers it shows.
+May import `jobs` and the layers below it, not the trainer whose metrics it shows.
 """

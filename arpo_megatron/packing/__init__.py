@@ -1,4 +1,4 @@
 """Lay rollout trees out as packs, the unit of one forward and backward pass: pure numpy, equal on all ranks.
 
-May import algorithms, models and everything below them, but no torch.
+May import `algorithms`, `models` and the layers below them, but not torch.
 """

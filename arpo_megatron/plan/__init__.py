@@ -1,6 +1,6 @@
 """The planner: estimates a job's memory and time before it runs, lays it out on nodes, and searches for better layouts.
 
-Imports `actor`, `jobs`, `packing`, `algorithms`, `models`, `hardware` and the layers below them, but not torch.
+May import `actor`, `jobs` and the layers below them, but not torch.
 """
 
 from arpo_megatron.hardware.specs import GPUS, Hardware

@@ -1,6 +1,6 @@
 """Rewards of finished trajectories: the answer, the tag format, weighted terms, and a model judge.
 
-This package may import `tasks`, `registry`, `config` and `utils`. Scoring needs no engine and no torch.
+May import `tasks`, `registry`, `config`, `utils`, `tree` and `errors`; scoring needs no engine and no torch.
 """
 
 from collections.abc import Callable

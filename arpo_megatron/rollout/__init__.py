@@ -1,5 +1,5 @@
 """The rollout process, in which the trees of all tasks grow, and the trainer's handle of it.
 
-It may import `engine`, `algorithms`, `tasks`, everything below them, and `tools_sandbox.client` and `.config`, but
+May import `engine`, `algorithms`, `tasks`, everything below them, and `tools_sandbox.client` and `.config`, but
 neither `actor` nor `trainer`.
 """

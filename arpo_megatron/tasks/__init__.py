@@ -1,4 +1,4 @@
 """Questions: data sets as `Task` records, the tag protocol, task selectors, demonstrations, and conversations for SFT.
 
-This package may import `registry`, `config`, `utils` and `tree`.
+May import `registry`, `config`, `utils`, `tree` and `errors`, but not `models`.
 """

@@ -1,4 +1,4 @@
 """Move weights between Hugging Face files, Megatron's shards and running engines.
 
-May import engine, models, packing and everything below them, but not actor or rollout.
+May import `engine`, `models` and the layers below them, but not `actor` or `rollout`.
 """

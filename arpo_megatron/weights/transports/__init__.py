@@ -6,7 +6,7 @@
 | `SharedMemory` | CUDA IPC handles, or a shared memory file on a CPU | an engine on the trainer's GPU or machine |
 | `Disk` | safetensors in a directory that both see | all other engines |
 
-May import engine and models, but no other module of `weights`.
+May import `engine`, `models` and `errors`, but no other module of `weights`.
 """
 
 from arpo_megatron.weights.transports.base import Transport
