@@ -1,4 +1,4 @@
-"""The project's wheel has every module, the recipes and the cluster profiles, and no other top-level package."""
+"""The project's wheel has every module, data file, recipe and cluster profile, and no other top-level package."""
 
 import os
 import shutil
@@ -29,18 +29,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_wheel_has_modules_recipes_and_profiles(installed: Path) -> None:
+def test_wheel_has_every_file_of_the_packages(installed: Path) -> None:
     homes = {"recipes": "arpo_megatron/recipes", "slurm/clusters": "arpo_megatron/cluster/profiles"}
     wanted = {
         Path(homes.get(name, name)) / path.relative_to(ROOT / name)
         for name in SOURCES
         for path in (ROOT / name).rglob("*")
-        if path.suffix in {".py", ".yaml"} or path.name == "py.typed"
+        if path.is_file() and path.suffix not in {".pyc", ".toml"}
     }
     packages = {path.name: path for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert set(packages) == {"arpo_megatron", "tools_sandbox"}
-    found = {path.relative_to(installed) for folder in packages.values() for path in folder.rglob("*")}
-    assert {path for path in found if path.suffix} == wanted
+    found = {
+        path.relative_to(installed) for folder in packages.values() for path in folder.rglob("*") if path.is_file()
+    }
+    assert found == wanted
 
 
 def test_submit_from_wheel_knows_profiles(installed: Path, tmp_path: Path) -> None:
