@@ -111,16 +111,27 @@ async function treeContent(at) {
   const rows = await load(at.name, "trees", step);
   const chosen = chosenRows(rows, at), number = rows.some((row) => row.number === at.tree) ? at.tree : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
   const tree = number === null ? null : await load(at.name, "trees", step, number);
-  const tasks = tree && !exported ? await load(at.name, "task", tree.task) : [];
   const key = JSON.stringify([at.name, step, number]), fresh = key !== now.treeKey;
+  const tasks = tasksOf(at.name, tree);
   const query = { ...at, step, tree: number };
-  const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn]);
+  const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
   if (signature === now.current) return null;
   now.current = signature;
   now.treeKey = key;
   now.tree = { query, rows: chosen, tree, steps };
   const link = (changes, more) => { now.to = more?.to; change({ ...query, ...changes }); };
   return treePage({ page, rows, query, tree, tasks, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+}
+
+/** Return where else a task is stored. A long run takes seconds for that, so the page is drawn again when it is known. */
+function tasksOf(name, tree) {
+  if (!tree || exported) return [];
+  const key = JSON.stringify([name, tree.task, now.pages[name].tree_steps.length]);
+  if (now.tasks?.key !== key) {
+    now.tasks = { key, found: [] };
+    load(name, "task", tree.task).then((found) => { if (now.tasks.key === key) { now.tasks.found = found; refresh(); } }, () => {});
+  }
+  return now.tasks.found;
 }
 
 function themeName() {

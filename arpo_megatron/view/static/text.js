@@ -5,6 +5,7 @@ import { advantageAt, decision, pathTo, rewardColor } from "./drawing.js";
 
 export const SHADES = { none: "nothing", entropy: "entropy", logprob: "log-prob", gap: "log-prob gap", advantage: "advantage" };
 const LONG = 6000;
+const LEAST_GAP = 0.01; // nats; rounding errors are not worth a color
 const unfolded = new Set();
 const tabled = new Set();
 
@@ -28,7 +29,7 @@ function extent(tree, shade) {
     const value = tokenValue(segment, shade, at);
     if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
   }
-  return [low, high];
+  return shade === "gap" ? [Math.min(low, -LEAST_GAP), Math.max(high, LEAST_GAP)] : [low, high];
 }
 
 function shadeOf(value, shade, [low, high]) {

@@ -1,0 +1,200 @@
+"""The page in headless Chromium: campaigns, because a browser takes seconds and is not installed everywhere."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.metrics import MetricsLog
+from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
+from arpo_megatron.tree import Role
+from tests.view.browser import Page, browser
+from tests.view.stored_run import STEPS, decode, grown, make_run, scored, write_step
+
+pytestmark = pytest.mark.slow_campaign
+
+DRAWN = "document.querySelector('svg.tree')"
+CURVES = "document.querySelector('.chart path.line')"
+
+
+def with_browser(work: Callable[[Page], Awaitable[Any]]) -> Page:
+    """Run `work` with a page, on which nothing may go wrong; returns the page, with what it requested."""
+
+    async def run() -> Page:
+        async with browser() as page:
+            await work(page)
+            assert page.problems == []
+            return page
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[str]:
+    """Serve run directories with `arpo view`; yields the address."""
+    command = [sys.executable, "-m", "arpo_megatron", "view", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path / "run")
+
+
+async def check_trees(page: Page, address: str, run: RunDirectory) -> None:
+    """Compare drawn leaves, segments and forks of a step with those of its file."""
+    for number, item in enumerate(read_trees(step_file(run, STEPS))):
+        await page.open(f"{address}#/trees/run/{STEPS}/{number}", f"{DRAWN} && document.title.startsWith('run')")
+        tree = item.tree
+        assert await page.value("document.querySelectorAll('svg.tree .leaf').length") == len(tree.leaves())
+        assert await page.value("document.querySelectorAll('svg.tree .segment').length") == len(tree.segments)
+        decisions = [segment for segment in tree.segments if segment.branch is not None]
+        assert await page.value("document.querySelectorAll('svg.tree .fork').length") == len(decisions)
+        forked = sum(
+            tree.segments[index].role is Role.TOOL and len(below) > 1 for index, below in enumerate(tree.children())
+        )
+        assert await page.value("document.querySelectorAll('svg.tree .fork.taken').length") == forked
+
+
+def test_pages_show_the_run_and_request_nothing_else(run: RunDirectory) -> None:
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(address, CURVES)
+            assert "finished" in await page.value("document.querySelector('h1').textContent")
+            await check_trees(page, address, run)
+            assert await page.value("document.querySelectorAll('script').length") == 1
+            assert await page.value("document.querySelectorAll('img, iframe, object').length") == 0
+            text = await page.value("document.body.textContent")
+            assert "<script>alert(1)</script>" in text
+            assert "\\u202e" in text and "\u202e" not in text and "\x1b" not in text
+
+        page = with_browser(work)
+    own = (address, "about:", "data:,")
+    assert [url for url in page.requests if not url.startswith(own)] == []
+
+
+def test_exported_file_shows_the_same(run: RunDirectory, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    command = [sys.executable, "-m", "arpo_megatron", "view", str(run.path), "--html", str(file), "--trees", "99"]
+    subprocess.run(command, check=True, timeout=300)
+
+    async def work(page: Page) -> None:
+        await page.open(f"file://{file}", CURVES)
+        await check_trees(page, f"file://{file}", run)
+
+    page = with_browser(work)
+    assert [url for url in page.requests if not url.startswith((f"file://{file}", "about:", "data:,"))] == []
+
+
+def test_page_follows_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2, last=False)
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(address, CURVES)
+            await page.until("document.body.textContent.includes('step 2 of 4')")
+            with (run.path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "rew')
+            await asyncio.sleep(4)  # a poll of the page
+            assert await page.value("document.body.textContent.includes('step 2 of 4')")
+            write_step(run, MetricsLog(run.path, resolve.load(run.config)), EventLog(run.events), 3)
+            await page.until("document.body.textContent.includes('step 3 of 4')")
+
+        with_browser(work)
+
+
+def test_result_of_a_megabyte_is_folded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    long = scored(grown("long", tool_text="<b>x</b> " * 120_000))
+    write_trees(step_file(run, 1), 1, [long], decode)
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/1/0", DRAWN)
+            assert await page.value("document.querySelector('.card.tool').textContent.length") < 20_000
+            await page.value("[...document.querySelectorAll('.card.tool button')].pop().click()")
+            await page.until("document.querySelector('.card.tool').textContent.length > 1000000")
+            assert await page.value("document.querySelectorAll('.card.tool b').length") == 1  # the card's own title
+
+        with_browser(work)
+
+
+def test_thousand_steps_of_64_trees_are_usable(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, last=False)
+    write_trees(step_file(run, 1), 1, [scored(grown(f"task-{number}")) for number in range(64)], decode)
+    for step in range(2, 1001):
+        os.link(step_file(run, 1), step_file(run, step))
+    metrics = MetricsLog(run.path, resolve.load(run.config))
+    for step in range(2, 1001):
+        metrics.log({"step": step, **{f"metric/{number}": step / (number + 1) for number in range(80)}, "reward": step})
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(address, CURVES)
+            await page.open(f"{address}#/trees/run/1000/5", DRAWN)
+            assert await page.value("document.querySelectorAll('.list li').length") == 64
+            await page.until("document.querySelectorAll('.facts a').length > 20")  # the same task in other steps
+            await page.press("]")
+            await page.press("[")
+            await page.until("location.hash.includes('/999')")
+
+        with_browser(work)
+
+
+def test_keyboard_reaches_everything(run: RunDirectory) -> None:
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/2/0", DRAWN)
+            for key, place in (("j", "/2/1"), ("k", "/2/0"), ("]", "/trees/run/3"), ("f", "flat=1"), ("s", "shade=")):
+                await page.press(key)
+                await page.until(f"location.hash.includes('{place}')")
+            await page.press("n")
+            await page.until("location.hash.includes('leaf=')")
+            reached: set[str] = set()
+            for _ in range(60):
+                await page.press("Tab")
+                reached.add(await page.value("document.activeElement.getAttribute('data-key') ?? ''"))
+            assert {"theme", "help", "select step", "find", "tree 0", "leaf 0"} <= reached
+            await page.value("document.querySelector('[data-key=\"leaf 1\"]').focus()")
+            await page.press("Enter")
+            await page.until("location.hash.includes('leaf=1')")
+            assert await page.value("document.activeElement.getAttribute('data-key')") == "leaf 1"
+            await page.press("?")
+            await page.until("document.querySelector('dl.keys')")
+            await page.press("g")
+            await page.until(CURVES)
+
+        with_browser(work)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_fits_a_phone_in_both_schemes(run: RunDirectory, scheme: str) -> None:
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            for width in (390, 1280):
+                await page.size(width, 800)
+                for place, ready in (("", CURVES), ("#/trees/run/2/0", DRAWN)):
+                    await page.open(address + place, ready)
+                    assert await page.value("document.documentElement.scrollWidth") <= width
+            color = await page.value("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, color[4:-1].split(","))) > 384) == (scheme == "light")
+
+        with_browser(work)
