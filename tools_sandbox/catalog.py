@@ -60,9 +60,10 @@ def _tools_except_python(config: SandboxConfig) -> list[Tool]:
 
         tools.append(SearchTool(config.search))
     if config.browse.enabled:
+        from tools_sandbox.browse.parser import PageParser
         from tools_sandbox.browse.tool import BrowseTool
 
-        tools.append(BrowseTool(config.browse))
+        tools.append(BrowseTool(config.browse, PageParser(config.browse, config.python)))
     return [*tools, *(_load_plugin(plugin) for plugin in config.plugins)]
 
 

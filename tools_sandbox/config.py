@@ -177,9 +177,9 @@ class BrowseConfig:
     """Networks that may not be read although they are public, e.g. a cluster's own. This machine never may be."""
     max_bytes: Positive = 5_000_000
     """Bytes of a body that are read, on the wire and after decompression. The rest is cut, with a note."""
-    parse_mb: Positive = 1024
-    """Memory in MiB for turning a page into text; each page has its own process for that. A page that needs more is
-    answered with an error."""
+    parse_mb: Annotated[Mebibytes, Field(ge=16)] = 1024
+    """Memory in MiB for turning a page into text; each page has its own process for that, isolated like a python call.
+    A page that needs more is answered with an error."""
     max_chars: Positive = 20_000
     """Longest answer in characters."""
     max_redirects: NotNegative = 5

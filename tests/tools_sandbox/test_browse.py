@@ -18,22 +18,25 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools_sandbox.helpers.hostile_site import BOMB_BYTES, FORBIDDEN, PERMITTED, SECRET, Site, hostile_site
-from tests.tools_sandbox.helpers.services import wait_until, wait_until_gone
+from tests.tools_sandbox.helpers.services import read_walls, wait_until, wait_until_gone
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy, _is_own
-from tools_sandbox.browse.fetch import Page
-from tools_sandbox.browse.page import decode, readable
+from tools_sandbox.browse.page import Page
+from tools_sandbox.browse.parser import PageParser
+from tools_sandbox.browse.text import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
-from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
+from tools_sandbox.config import BrowseConfig, ConfigError, PythonConfig, SummaryConfig
 from tools_sandbox.tool import in_thread
 
 ALLOW = (f"{PERMITTED}/32",)
+Browse = Callable[..., ToolResult]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +45,27 @@ def site() -> Iterator[Site]:
         yield running
 
 
-def browse(url: str, timeout_s: float = 20.0, **config: Any) -> ToolResult:
-    tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW, **config))
-    return asyncio.run(tool.run(BrowseArguments(url=url), timeout_s))
+@pytest.fixture(scope="module")
+def parser() -> Iterator[PageParser]:
+    """A parser that the tests share. It gives longer texts than any test wants."""
+    started = PageParser(BrowseConfig(max_chars=1_000_000), PythonConfig())
+    started.start()
+    yield started
+    started.close()
 
 
-def test_page_becomes_title_and_main_text(site: Site) -> None:
+@pytest.fixture(scope="module")
+def browse(parser: PageParser) -> Browse:
+    """Return a function that calls the tool in this process."""
+
+    def call(url: str, timeout_s: float = 20.0, **config: Any) -> ToolResult:
+        tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW, **config), parser)
+        return asyncio.run(tool.run(BrowseArguments(url=url), timeout_s))
+
+    return call
+
+
+def test_page_becomes_title_and_main_text(site: Site, browse: Browse) -> None:
     result = browse(site.url("/page"))
     assert result.status == "ok"
     assert result.text.startswith("Qzlf & Co\n\nThe town of Qzlf has 417 inhabitants")
@@ -105,9 +123,9 @@ assert not AddressPolicy(()).permits('93.184.216.34')
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_invalid_network_is_a_config_error() -> None:
+def test_invalid_network_is_a_config_error(parser: PageParser) -> None:
     with pytest.raises(ConfigError, match="allow_networks"):
-        BrowseTool(BrowseConfig(enabled=True, allow_networks=("10.0.0.1/8",)))
+        BrowseTool(BrowseConfig(enabled=True, allow_networks=("10.0.0.1/8",)), parser)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +133,7 @@ def test_invalid_network_is_a_config_error() -> None:
     [FORBIDDEN, "localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0",
      "127。0。0。1", "①②⑦.⓪.⓪.①"],
 )  # fmt: skip
-def test_no_spelling_of_inner_address_is_requested(site: Site, host: str) -> None:
+def test_no_spelling_of_inner_address_is_requested(site: Site, host: str, browse: Browse) -> None:
     site.requested.clear()
     result = browse(f"http://{host}:{site.port}/secret")
     assert result.status == "error"
@@ -138,13 +156,13 @@ def test_no_spelling_of_inner_address_is_requested(site: Site, host: str) -> Non
         ("http://127.0.0.2/" + "a" * 5000, "longer than"),
     ],
 )
-def test_invalid_web_address_is_refused_with_reason(url: str, message: str) -> None:
+def test_invalid_web_address_is_refused_with_reason(url: str, message: str, browse: Browse) -> None:
     result = browse(url)
     assert (result.status, result.negative) == ("error", True)
     assert message in result.text
 
 
-def test_redirects_are_checked(site: Site) -> None:
+def test_redirects_are_checked(site: Site, browse: Browse) -> None:
     site.requested.clear()
     result = browse(site.url("/to/inside"))
     assert "refused" in result.text
@@ -157,7 +175,7 @@ def test_redirects_are_checked(site: Site) -> None:
     assert site.requested.count("/loop") == 6
 
 
-def test_dns_rebinding_reaches_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dns_rebinding_reaches_nothing(site: Site, monkeypatch: pytest.MonkeyPatch, browse: Browse) -> None:
     # A stub of a hostile name server.
     answers = [PERMITTED, FORBIDDEN, FORBIDDEN]
     real = socket.getaddrinfo
@@ -174,7 +192,9 @@ def test_dns_rebinding_reaches_nothing(site: Site, monkeypatch: pytest.MonkeyPat
     assert site.requested == ["/secret"]
 
 
-def test_silent_name_servers_block_no_other_work(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_name_servers_block_no_other_work(
+    site: Site, parser: PageParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A stub of a silent name server.
     answers = threading.Event()
     real = socket.getaddrinfo
@@ -187,7 +207,7 @@ def test_silent_name_servers_block_no_other_work(site: Site, monkeypatch: pytest
     monkeypatch.setattr(socket, "getaddrinfo", silent)
 
     async def run() -> tuple[list[ToolResult], float, str]:
-        tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW))
+        tool = BrowseTool(BrowseConfig(enabled=True, allow_networks=ALLOW), parser)
         # More than the threads of asyncio's default executor.
         names = [BrowseArguments(url=f"http://silent{n}.example/") for n in range(40)]
         hostile = asyncio.gather(*(tool.run(name, 1.0) for name in names))
@@ -227,7 +247,7 @@ def test_queued_thread_work_ends_with_its_call() -> None:
 
 
 @pytest.mark.parametrize("path", ["/bomb", "/bomb-of-bombs"])
-def test_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
+def test_gzip_bomb_is_cut_in_little_memory(site: Site, path: str, browse: Browse) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
     browse(site.url(path), max_bytes=1_000_000)
@@ -236,11 +256,11 @@ def test_gzip_bomb_is_cut_in_little_memory(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "message"), [("/twice-packed", "not asked for"), ("/not-packed", "unpacked")])
-def test_unsupported_encoding_is_refused_with_reason(site: Site, path: str, message: str) -> None:
+def test_unsupported_encoding_is_refused_with_reason(site: Site, path: str, message: str, browse: Browse) -> None:
     assert message in browse(site.url(path)).text
 
 
-def test_truncated_gzip_page_is_marked_cut(site: Site) -> None:
+def test_truncated_gzip_page_is_marked_cut(site: Site, browse: Browse) -> None:
     whole = browse(site.url("/packed")).text
     assert "cut" not in whole
     cut = browse(site.url("/packed-and-cut")).text
@@ -248,22 +268,22 @@ def test_truncated_gzip_page_is_marked_cut(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["/packed/members", "/packed/deflate", "/packed/deflate-alone"])
-def test_compressed_page_is_read_completely(site: Site, path: str) -> None:
+def test_compressed_page_is_read_completely(site: Site, path: str, browse: Browse) -> None:
     assert browse(site.url(path)).text == browse(site.url("/page")).text
 
 
 @pytest.mark.parametrize("path", ["/packed/member-and-junk", "/packed/member-and-cut"])
-def test_invalid_data_after_gzip_member_marks_page_cut(site: Site, path: str) -> None:
+def test_invalid_data_after_gzip_member_marks_page_cut(site: Site, path: str, browse: Browse) -> None:
     assert re.fullmatch(r".*417 inhabitants.*\[page cut after \d+ bytes\]", browse(site.url(path)).text, re.DOTALL)
 
 
-def test_many_empty_gzip_members_cost_no_time(site: Site) -> None:
+def test_many_empty_gzip_members_cost_no_time(site: Site, browse: Browse) -> None:
     began = time.process_time()
     assert browse(site.url("/packed/members-of-nothing")).status in ("ok", "error")
     assert time.process_time() - began < 2
 
 
-def test_endless_body_is_read_up_to_limit(site: Site) -> None:
+def test_endless_body_is_read_up_to_limit(site: Site, browse: Browse) -> None:
     site.sent_bytes = 0
     result = browse(site.url("/endless"), max_bytes=500_000, max_chars=1_000_000)
     assert result.status == "ok"
@@ -271,18 +291,18 @@ def test_endless_body_is_read_up_to_limit(site: Site) -> None:
     assert site.sent_bytes < 20_000_000  # what fits into buffers
 
 
-def test_slow_body_ends_at_time_limit(site: Site) -> None:
+def test_slow_body_ends_at_time_limit(site: Site, browse: Browse) -> None:
     began = time.monotonic()
     assert browse(site.url("/drip"), timeout_s=0.7).status == "timeout"
     assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("path", ["/latin", "/utf8-as-latin"])
-def test_wrong_charset_declaration_is_corrected(site: Site, path: str) -> None:
+def test_wrong_charset_declaration_is_corrected(site: Site, path: str, browse: Browse) -> None:
     assert "The café of Qzlf" in browse(site.url(path)).text
 
 
-def test_other_pages_get_readable_answers(site: Site) -> None:
+def test_other_pages_get_readable_answers(site: Site, browse: Browse) -> None:
     assert browse(site.url("/zip-charset")).status == "ok"
     assert "417" in browse(site.url("/nul")).text
     assert browse(site.url("/image")).text.endswith("is no text but image/png.")
@@ -296,11 +316,11 @@ def test_other_pages_get_readable_answers(site: Site) -> None:
     assert long.text.endswith("the first 100 are shown]")
 
 
-def test_no_cookie_is_kept(site: Site) -> None:
+def test_no_cookie_is_kept(site: Site, browse: Browse) -> None:
     assert [browse(site.url("/cookie")).text for _ in range(2)] == ["{}", "{}"]
 
 
-def test_robots_txt_is_honoured_if_configured(site: Site) -> None:
+def test_robots_txt_is_honoured_if_configured(site: Site, browse: Browse) -> None:
     assert "robots.txt" in browse(site.url("/page"), robots=True).text
     assert browse(site.url("/secret"), robots=True).text == SECRET
     site.requested.clear()
@@ -308,7 +328,7 @@ def test_robots_txt_is_honoured_if_configured(site: Site) -> None:
     assert "/page" not in site.requested
 
 
-def test_page_is_summarised_if_configured(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_summarised_if_configured(site: Site, monkeypatch: pytest.MonkeyPatch, browse: Browse) -> None:
     monkeypatch.setenv("MODEL_KEY", "k1")
     site.requested.clear()
     endpoint = {"url": site.url("/v1", FORBIDDEN), "key_variable": "MODEL_KEY"}  # the operator's address is not checked
@@ -381,23 +401,44 @@ def test_slow_parsing_blocks_neither_search_nor_browse(
             answer = client.call("search", {"query": f"fact{number}"}, timeout_s=4)
             assert (answer.status, answer.text) == ("ok", f"Page 1: fact{number}")
         assert {each.result().status for each in hostile} <= {"ok", "timeout"}
-        wait_until(lambda: len(worker.children(recursive=True)) <= 2)  # the process that forks parsers, but no parser
+        wait_until(lambda: len(worker.children(recursive=True)) == 1)  # the process that parsers are forked from
         assert service.workers() == [worker]  # it was not replaced
 
 
-def test_parser_memory_is_bounded(site: Site) -> None:
+def test_parser_memory_is_bounded(site: Site, browse: Browse) -> None:
     assert browse(site.url("/links")).status == "ok"
-    assert browse(site.url("/links"), parse_mb=32)[::2] == ("error", True)
-    assert "417" in browse(site.url("/page"), parse_mb=32).text
+    config = BrowseConfig(enabled=True, allow_networks=ALLOW, parse_mb=32)
+    small = PageParser(config, PythonConfig())
+    small.start()
+    try:
+        read = BrowseTool(config, small).run
+        assert asyncio.run(read(BrowseArguments(url=site.url("/links")), 20.0))[::2] == ("error", True)
+        assert "417" in asyncio.run(read(BrowseArguments(url=site.url("/page")), 20.0)).text
+    finally:
+        small.close()
 
 
-def test_no_parser_outlives_killed_service(site: Site, start_service: Callable[..., Any]) -> None:
-    service = start_service({"browse": {"enabled": True, "allow_networks": list(ALLOW)}, "workers": 1})
+def test_parser_is_isolated_and_ends_with_killed_service(site: Site, start_service: Callable[..., Any]) -> None:
+    summary = {"url": site.url("/v1"), "model": "m", "key_variable": "MODEL_KEY"}
+    browse = {"enabled": True, "allow_networks": list(ALLOW), "summary": summary}
+    service = start_service({"browse": browse, "workers": 1}, env={"MODEL_KEY": "k1"})
     (worker,) = service.workers()
     with ThreadPoolExecutor(1) as pool, SandboxClient(service.url, retries=0) as client:
         call = pool.submit(client.call, "browse", {"url": site.url("/breaks")}, timeout_s=30)
-        wait_until(lambda: len(worker.children(recursive=True)) == 2)
+        wait_until(lambda: bool(parsing_processes(worker)))
+        (parsing,) = parsing_processes(worker)
+        assert read_walls(parsing) == ("2", 0, "1")
+        assert "MODEL_KEY" not in Path(f"/proc/{parsing.pid}/environ").read_text()
+        networks = {Path(f"/proc/{each.pid}/ns/net").readlink() for each in (parsing, worker)}
+        assert len(networks) == 2
         family = service.family()
         service.process.kill()
         wait_until_gone(family)
         assert isinstance(call.exception(), SandboxUnavailable)
+
+
+def parsing_processes(worker: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that parse a page: busy ones without children, except the one that they are forked from."""
+    below = [each for each in worker.children(recursive=True) if each.ppid() != worker.pid]
+    parents = {each.ppid() for each in below}
+    return [each for each in below if each.pid not in parents and each.cpu_times().user > 0.2]

@@ -17,6 +17,7 @@ import pytest
 import requests
 
 from tests.tools_sandbox.helpers.services import (
+    read_walls,
     refused_start,
     running_calls,
     wait_until,
@@ -105,12 +106,6 @@ def test_no_process_survives_killed_service(start_service: StartService, namespa
     wait_until_gone(family)
     assert not sleepers()
     caller.join()
-
-
-def read_walls(process: psutil.Process) -> tuple[str, int, str]:
-    """Return the mode of the system call filter, the capabilities, and no_new_privs of a process."""
-    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return status["Seccomp"], int(status["CapEff"], 16), status["NoNewPrivs"]
 
 
 def test_processes_created_ahead_have_walls_and_serve_once(start_service: StartService) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import aiohttp
 from yarl import URL
 
 from tools_sandbox.browse.addresses import AddressPolicy, AddressRefused
 from tools_sandbox.browse.names import Resolver
+from tools_sandbox.browse.page import FetchFailed, Page
 from tools_sandbox.config import BrowseConfig
 
 Permit = Callable[[str], Awaitable[bool]]
@@ -23,30 +23,6 @@ _MAX_URL_CHARS = 4096
 _GZIP_FIRST = 0x1F
 _MAX_MEMBERS = 1000
 """Most members of a gzip body. Empty members cost time but produce no bytes."""
-
-
-class FetchFailed(Exception):  # noqa: N818 - an outcome
-    """There is no page. The message is for the model. lasting: a repeated call would fail too."""
-
-    def __init__(self, message: str, *, lasting: bool) -> None:
-        super().__init__(message)
-        self.lasting = lasting
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page as the server sent it."""
-
-    url: str
-    """Address after redirects."""
-    content_type: str
-    """Content type in lower case without parameters; empty if the server sent none."""
-    charset: str | None
-    """Charset that the server declared."""
-    body: bytes
-    """Body after decompression."""
-    cut: bool
-    """True if the body is incomplete: cut at the limit, or compressed data that ends early."""
 
 
 async def fetch(url: str, config: BrowseConfig, policy: AddressPolicy, permit: Permit | None = None) -> Page:

@@ -1,152 +1,81 @@
-"""Parsing of pages, each in its own process, which is forked from one that has loaded the parser.
+"""Parsing of pages inside the walls of the python tool: a page may exploit its parser, or make it take gigabytes.
 
-A page can make its parser take gigabytes or minutes, and only the end of the process stops that. Each process therefore
-has bounded memory and ends with its call. Other pages, searches and the worker do not wait for it.
+Each page has a process without network, keys or files, forked from one that has loaded the parser. Its memory and time
+are bounded, and it ends with its call. Other pages, searches and the worker do not wait for it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import dataclasses
-import functools
-import gc
 import json
-import os
-import resource
-import select
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+import math
+from dataclasses import asdict
 
-from tools_sandbox.browse.fetch import FetchFailed, Page
-from tools_sandbox.browse.page import readable
-from tools_sandbox.utils import frames, linux
+from tools_sandbox.browse.page import FetchFailed, Page
+from tools_sandbox.config import BrowseConfig, ConfigError, Limits, PythonConfig
+from tools_sandbox.python_tool.pool import PythonPool, SandboxBroken, SandboxFull
+from tools_sandbox.python_tool.state import pack_state
+from tools_sandbox.tool import ToolBroken
 
-_MIB = 1 << 20
+_CODE = "import tools_sandbox.browse.text\ntools_sandbox.browse.text.answer(page, max_chars)"
+_JSON_CHARS_PER_CHAR = 12
+"""Longest escape of one character."""
 
 
-async def parse(page: Page, memory_mb: int) -> str:
-    """Return `page.readable(page)`, computed in a new process. If cancelled, kill the process.
+class PageParser:
+    """The processes that parse pages. Belongs to one event loop once pages are parsed."""
 
-    memory_mb: memory in MiB that the page may take beyond the loaded parser.
-    Raises FetchFailed for a bad page, OSError if no process can be started.
-    """
-    ours, theirs = socket.socketpair()
-    ended, lifeline = os.pipe()
-    try:
+    def __init__(self, config: BrowseConfig, python: PythonConfig) -> None:
+        """python: its `isolation` is required for pages, too."""
+        self._config = config
+        seconds = math.ceil(config.timeout_s)
+        limits = Limits(
+            time_s=seconds,
+            cpu_s=seconds,
+            memory_mb=config.parse_mb,
+            file_mb=1,
+            disk_mb=1,
+            processes=8,
+            open_files=64,
+            output_chars=_JSON_CHARS_PER_CHAR * config.max_chars + 10_000,
+            output_mb=max(16 * config.max_chars >> 20, 1),
+        )
+        self._pool = PythonPool(
+            PythonConfig(preload=(), isolation=python.isolation, ahead=0),
+            limits,
+            own_modules=("tools_sandbox.browse.preloaded",),
+        )
+
+    def start(self) -> None:
+        """Start the process that others are forked from. Raises ConfigError if it cannot start."""
         try:
-            socket.send_fds(_running_forker(), [b"."], [theirs.fileno(), ended])
-        finally:
-            theirs.close()
-            os.close(ended)
-        reader, writer = await asyncio.open_connection(sock=ours)
+            self._pool.start()
+        except SandboxBroken as error:
+            raise ConfigError(f"browse: {error}") from error
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.close()
+
+    async def parse(self, page: Page, max_chars: int) -> tuple[str, int]:
+        """Return the beginning of the page's text, and the number of characters of all of it.
+
+        max_chars: longest beginning in characters, at most that of the configuration. If cancelled, end the process.
+        Raises FetchFailed for a bad page, ToolBroken if no process can be started.
+        """
+        state = pack_state({"page": asdict(page), "max_chars": max_chars})
         try:
-            values = dataclasses.asdict(page) | {"body": base64.b64encode(page.body).decode("ascii")}
-            writer.write(frames.encode({"page": values, "memory_mb": memory_mb}))
-            answer = await frames.receive(reader)
-        finally:
-            writer.transport.abort()
-    finally:
-        ours.close()
-        os.close(lifeline)
-    if answer is None:
-        raise FetchFailed(f"{page.url} cannot be parsed, at least not within {memory_mb} MiB.", lasting=True)
-    if "failed" in answer:
-        raise FetchFailed(answer["failed"], lasting=answer["lasting"])
-    return str(answer["text"])
-
-
-def _running_forker() -> socket.socket:
-    """Return the socket to the process that forks parsers. That process ends with this one."""
-    process, control = _start_forker()
-    if process.poll() is not None:  # killed, for example by a lack of memory
-        control.close()
-        _start_forker.cache_clear()
-        _, control = _start_forker()
-    return control
-
-
-@functools.cache
-def _start_forker() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "tools_sandbox.browse.parser", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    return process, ours
-
-
-def start() -> None:
-    """Start the process that forks parsers, ahead of the first page."""
-    _start_forker()
-
-
-def _fork_parsers(control: socket.socket) -> None:
-    """Fork a child for each pair of descriptors that arrives: its connection, and the pipe that bounds its life."""
-    children = dict[int, int]()
-    """Process id by descriptor of its pipe."""
-    waiting = select.poll()
-    waiting.register(control, select.POLLIN)
-    while True:
-        for ready, _ in waiting.poll():
-            if ready == control.fileno():
-                _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-                if not descriptors:
-                    return  # the worker has gone; the children die with this process
-                connection, lifeline = descriptors
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    _child(socket.socket(fileno=connection))
-                os.close(connection)
-                children[lifeline] = pid
-                waiting.register(lifeline, select.POLLIN)
-            else:
-                pid = children.pop(ready)
-                waiting.unregister(ready)
-                os.close(ready)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def _child(connection: socket.socket) -> None:
-    """Parse one page. Does not return."""
-    try:
-        linux.die_with_parent(signal.SIGKILL)
-        with connection.makefile("rb") as incoming:
-            length = int.from_bytes(incoming.read(4), "big")
-            request = json.loads(incoming.read(length))
-        page = Page(**request["page"] | {"body": base64.b64decode(request["page"]["body"])})
-        loaded = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = loaded + request["memory_mb"] * _MIB
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        answer: dict[str, Any]
+            outcome = await self._pool.run(_CODE, self._config.timeout_s, state=state)
+        except (SandboxBroken, SandboxFull) as error:
+            raise ToolBroken(str(error)) from error
+        # The process may be under the control of the page: its answer may be anything.
         try:
-            answer = {"text": readable(page)}
-        except FetchFailed as error:
-            answer = {"failed": str(error), "lasting": error.lasting}
-        connection.sendall(frames.encode(answer))
-    except MemoryError:
-        pass
-    finally:
-        os._exit(0)
-
-
-def main() -> None:
-    """Fork parsers for the process at the other end of the socket, whose descriptor is the only argument."""
-    linux.die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    # Parse one article, so that everything the library loads late is loaded before the first fork.
-    article = b"<html><body><article><p>" + b"This is a sentence of an article. " * 50 + b"</p></article></body></html>"
-    readable(Page("http://localhost/", "text/html", None, article, cut=False))
-    gc.freeze()
-    _fork_parsers(control)
-
-
-if __name__ == "__main__":
-    main()
+            answer = json.loads(outcome.text) if outcome.status == "ok" else {}
+        except ValueError:
+            answer = {}
+        match answer:
+            case {"text": str(text), "chars": int(chars)}:
+                return text[:max_chars], chars
+            case {"failed": str(reason), "lasting": bool(lasting)}:
+                raise FetchFailed(reason, lasting=lasting)
+        reason = f"{page.url} cannot be parsed, at least not within {self._config.parse_mb} MiB."
+        raise FetchFailed(reason, lasting=True)

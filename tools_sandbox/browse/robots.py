@@ -10,8 +10,8 @@ from urllib.robotparser import RobotFileParser
 from yarl import URL
 
 from tools_sandbox.browse.addresses import AddressPolicy
-from tools_sandbox.browse.fetch import FetchFailed, fetch
-from tools_sandbox.browse.page import decode
+from tools_sandbox.browse.fetch import fetch
+from tools_sandbox.browse.page import FetchFailed
 from tools_sandbox.config import BrowseConfig
 
 _MAX_SITES = 1000
@@ -40,7 +40,8 @@ class Robots:
     async def _fetch_rules(self, origin: str) -> RobotFileParser:
         rules = RobotFileParser()
         try:
-            rules.parse(decode(await fetch(f"{origin}/robots.txt", self._config, self._policy)).splitlines())
+            page = await fetch(f"{origin}/robots.txt", self._config, self._policy)
+            rules.parse(page.body.decode("utf-8", "replace").splitlines())
         except FetchFailed as error:
             rules.parse([] if error.lasting else ["User-agent: *", "Disallow: /"])
         return rules

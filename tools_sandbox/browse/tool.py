@@ -9,9 +9,10 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
 
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.browse import parser
 from tools_sandbox.browse.addresses import AddressPolicy
-from tools_sandbox.browse.fetch import FetchFailed, fetch
+from tools_sandbox.browse.fetch import fetch
+from tools_sandbox.browse.page import FetchFailed
+from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.config import BrowseConfig, ConfigError, SummaryConfig
 from tools_sandbox.tool import Tool
 from tools_sandbox.utils.http_retry import RequestFailed, request_json
@@ -37,11 +38,11 @@ class BrowseTool(Tool):
     arguments = BrowseArguments
     cacheable = True
 
-    def __init__(self, config: BrowseConfig) -> None:
+    def __init__(self, config: BrowseConfig, parser: PageParser) -> None:
         """Raises ConfigError for an invalid network or a key that is not set."""
         from tools_sandbox.browse.robots import Robots
 
-        self._config = config
+        self._config, self._parser = config, parser
         self._policy = AddressPolicy(config.allow_networks, config.deny_networks)
         self._robots = Robots(config, self._policy) if config.robots else None
         self._summary = _Summary(config.summary) if config.summary else None
@@ -49,8 +50,12 @@ class BrowseTool(Tool):
         self.max_time_s = config.timeout_s
 
     async def start(self) -> None:
-        """Start the process that forks page parsers."""
-        parser.start()
+        """Start the process that parsing processes are forked from."""
+        await asyncio.to_thread(self._parser.start)
+
+    async def stop(self) -> None:
+        """End the processes that parse pages."""
+        await asyncio.to_thread(self._parser.close)
 
     async def run(self, arguments: BrowseArguments, timeout_s: float) -> ToolResult:
         """Return the page's text, or its summary."""
@@ -72,10 +77,9 @@ class BrowseTool(Tool):
 
     async def _read(self, url: str) -> str:
         page = await fetch(url, self._config, self._policy, self._robots.permit if self._robots else None)
-        text = (await parser.parse(page, self._config.parse_mb)).strip()
-        limit = self._config.max_chars
-        if len(text) > limit:
-            return f"{text[:limit]}\n[page cut: {len(text)} characters in all, the first {limit} are shown]"
+        text, chars = await self._parser.parse(page, self._config.max_chars)
+        if chars > len(text):
+            return f"{text}\n[page cut: {chars} characters in all, the first {len(text)} are shown]"
         return f"{text}\n[page cut after {len(page.body)} bytes]" if page.cut else text
 
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +73,9 @@ class _Call(NamedTuple):
 class PythonPool:
     """Python calls in processes forked from one zygote. Belongs to one event loop once calls are made."""
 
-    def __init__(self, config: PythonConfig, limits: Limits) -> None:
-        self._config = config
+    def __init__(self, config: PythonConfig, limits: Limits, own_modules: Sequence[str] = ()) -> None:
+        """own_modules: modules of the service that calls need. They are loaded before `config.preload`."""
+        self._config, self._own_modules = config, list(own_modules)
         self._limits = limits
         self._worker_limits = WorkerLimits(
             limits.cpu_s, limits.memory_mb, limits.file_mb, limits.disk_mb, limits.processes, limits.open_files
@@ -113,7 +115,7 @@ class PythonPool:
         self._control = control
 
     def _check_walls(self, ready: dict[str, Any]) -> None:
-        """Check and log the zygote's walls. Raises SandboxBroken if it failed or its walls are not sufficient."""
+        """Check the zygote's walls. Raises SandboxBroken if it failed or its walls are not sufficient."""
         if "error" in ready:
             raise SandboxBroken(f"python tool: {ready['error']}")
         ready["walls"]["groups"] = tuple(ready["walls"]["groups"])
@@ -124,11 +126,6 @@ class PythonPool:
                 f"python tool: isolation {self._config.isolation!r} is asked for, this machine reaches {reached!r}: "
                 f"{missing}. To serve with less, set python.isolation to {reached!r}"
             )
-        log.info("python isolation: level %s (at least %s is asked for)", reached, wanted.name.lower())
-        for line in walls.report():
-            log.info("python isolation: %s", line)
-        if warning := walls.warning():
-            log.warning("python isolation: level %s: %s", reached, warning)
         if ready["threads"] > 1:
             log.warning("python.preload: %d threads run in the process that calls are forked from", ready["threads"])
 
@@ -139,7 +136,8 @@ class PythonPool:
         # A call's user needs search permission to reach its working directory.
         root.chmod(0o711)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (str(root), list(self._config.preload), asdict(self._worker_limits))
+        preload = (self._own_modules, list(self._config.preload))
+        arguments = (str(root), preload, asdict(self._worker_limits))
         try:
             with theirs:
                 control.send(json.dumps((str(Path(__file__).resolve().parents[2]), arguments)).encode())

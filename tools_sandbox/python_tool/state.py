@@ -76,6 +76,12 @@ def save_state(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def pack_state(names: dict[str, Any]) -> bytes:
+    """Return a state with names of plain values (numbers, text, bytes, containers) and without files."""
+    content = pickle.dumps(names)
+    return _HEADER.pack(_MARK, len(content), hashlib.sha256(content).digest()) + content
+
+
 def is_complete_state(state: bytes) -> bool:
     """Return whether the bytes are exactly one complete state. Its content is not opened."""
     if len(state) < _HEADER.size:

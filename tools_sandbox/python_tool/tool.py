@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import cast
 
@@ -13,6 +14,8 @@ from tools_sandbox.config import ConfigError, SandboxConfig
 from tools_sandbox.python_tool.pool import PythonPool
 from tools_sandbox.python_tool.sessions import SessionStore, run_in_session
 from tools_sandbox.tool import Tool
+
+log = logging.getLogger("tools_sandbox")
 
 
 class PythonArguments(BaseModel):
@@ -43,6 +46,7 @@ class PythonTool(Tool):
         if folder is not None and config.python.cache:
             raise ConfigError("python.cache and python.session_dir exclude each other: a cached answer keeps no state")
         self._sessions = None if folder is None else SessionStore(folder, config.python.sessions_mb)
+        self._wanted = config.python.isolation
         self._pool = PythonPool(config.python, config.limits)
 
     @property
@@ -58,6 +62,16 @@ class PythonTool(Tool):
     async def start(self) -> None:
         """Start the zygote. Raises SandboxBroken if it cannot start as configured."""
         self._pool.start()
+        self._log_isolation()
+
+    def _log_isolation(self) -> None:
+        walls = self._pool.walls
+        assert walls is not None
+        log.info("python isolation: level %s (at least %s is asked for)", walls.level().name.lower(), self._wanted)
+        for line in walls.report():
+            log.info("python isolation: %s", line)
+        if warning := walls.warning():
+            log.warning("python isolation: level %s: %s", walls.level().name.lower(), warning)
 
     async def stop(self) -> None:
         """End every running call and the zygote."""

@@ -24,11 +24,12 @@ from tools_sandbox.python_tool.walls import WorkerLimits
 from tools_sandbox.utils import linux
 
 
-def main(control: socket.socket, root: str, preload: list[str], limits: dict[str, int]) -> None:
+def main(control: socket.socket, root: str, preload: tuple[list[str], list[str]], limits: dict[str, int]) -> None:
     """Report over the control socket which walls stand (one JSON message), then fork for every connection that arrives.
 
-    root: empty directory for working directories, removed at the end. preload: see `PythonConfig`. limits: fields of
-    the `WorkerLimits` of the calls. Returns when the service has closed its end of the control socket, or has died.
+    root: empty directory for working directories, removed at the end. preload: modules of the service, then those of
+    `PythonConfig.preload`. limits: fields of the `WorkerLimits` of the calls. Returns when the service has closed its
+    end of the control socket, or has died.
     """
     linux.name_process("python-zygote")
     # Init and supervisors inherit it. Otherwise a call that can signal them could make its own run look like a failure
@@ -40,8 +41,11 @@ def main(control: socket.socket, root: str, preload: list[str], limits: dict[str
     try:
         # The call's user must be able to read the files that its view is built from.
         os.umask(0o022)
+        own_modules, modules = preload
+        for name in own_modules:  # while the service's files are visible
+            importlib.import_module(name)
         isolation = prepare(root, call_limits := WorkerLimits(**limits))
-        for name in preload:
+        for name in modules:
             importlib.import_module(name)
     except Exception as error:
         control.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())

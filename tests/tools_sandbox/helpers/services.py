@@ -229,6 +229,12 @@ def wait_until_gone(family: list[psutil.Process]) -> None:
         time.sleep(0.02)
 
 
+def read_walls(process: psutil.Process) -> tuple[str, int, str]:
+    """Return the mode of the system call filter, the capabilities, and no_new_privs of a process."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return status["Seccomp"], int(status["CapEff"], 16), status["NoNewPrivs"]
+
+
 def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
