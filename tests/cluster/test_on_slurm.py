@@ -1,4 +1,4 @@
-"""One job on a real Slurm of two nodes, from the preflight check to its requeue; faults are in test_campaign.py."""
+"""One job on a real Slurm of two nodes, from the preflight check to its export; faults are in test_campaign.py."""
 
 import secrets
 import shlex
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(1800)
 SECRET = secrets.token_hex(16)
 
 
-def test_preempted_job_is_requeued_and_completes(box: Onebox) -> None:
+def test_job_on_two_nodes_completes(box: Onebox) -> None:
     profile = box.profile("short", environment={"NOTE": "two words"}, secrets={"TEST_SECRET": "env"})
     box.environment["TEST_SECRET"] = SECRET
-    job = box.submit_run("short", "sft.steps=0", "train.steps=8", "train.tasks_per_step=2", profile=profile)
+    job = box.submit_run("short", "sft.steps=0", "train.steps=2", "train.tasks_per_step=2", profile=profile)
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     ranks = job.processes("arpo_megatron.cluster.rank")
     assert {rank.environ()["SLURMD_NODENAME"] for rank in ranks} == {"n1", "n2"}
@@ -31,10 +31,8 @@ def test_preempted_job_is_requeued_and_completes(box: Onebox) -> None:
     (engine,) = job.processes("arpo_megatron.engine.server.main")
     assert engine.environ()["SLURMD_NODENAME"] == "n2"
     assert "engine" in (health := box.arpo("health", str(job.run))) and " up " in health
-    box.slurm("scancel", "--signal=USR1", job.id)
     assert job.end() == "COMPLETED", str(job)
-    assert job.shown("Restarts") == "1"
-    assert [row["step"] for row in job.rows()] == [*range(1, 9)]
+    assert [row["step"] for row in job.rows()] == [1, 2]
     assert (job.run / "export" / "model.safetensors").exists()
     assert job.nothing_is_left()
     for path in job.run.rglob("*"):
