@@ -14,7 +14,7 @@ class StoppedError(Exception):
     """The job was asked to end before it was done, and has saved its state."""
 
 
-def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
-    """Return "; did you mean {prefix}NAME?" for the closest name, or "" if none is close."""
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+def did_you_mean(word: str, names: Sequence[str], prefix: str = "", cutoff: float = 0.6) -> str:
+    """Return "; did you mean {prefix}NAME?" for the closest name, or "" if none reaches the similarity `cutoff`."""
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -269,11 +269,12 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _key_hint(path: Sequence[str]) -> str:
-    """Suggest the nearest key of the same section, else the same key of another section, else all of the section."""
+    """Suggest a key of the section that contains the name or is like it, else the same key elsewhere, else list all."""
     section, _, name = ".".join(path).rpartition(".")
     every = {key: key.rpartition(".") for key in _keys(JobConfig)}
     same = [own for owner, _, own in every.values() if owner == section]
-    if hint := did_you_mean(name, same, section and f"{section}."):
+    longer = [own for own in same if name in own.split("_")]
+    if hint := did_you_mean(name, longer or same, section and f"{section}.", cutoff=0.0 if longer else 0.7):
         return hint
     if found := [key for key, (*_, own) in every.items() if own == name]:
         return f"; did you mean {found[0]}?"

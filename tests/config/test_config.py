@@ -145,6 +145,7 @@ def test_numbers_are_read_as_yaml_1_2(text: str) -> None:
     ("key", "hint"),
     [
         ("algorithm.samples", "keys of algorithm: name, "),
+        ("algorithm.store", "keys of algorithm: name, "),
         ("algorithm.numbers", "keys of algorithm: name, "),
         ("algorithm.attribution", "keys of algorithm: name, "),
         ("algorithm.initial", "did you mean algorithm.initial_rollouts?"),
