@@ -1,4 +1,7 @@
-"""An example of a custom tool: one class, offered by an entry point (see this package's pyproject.toml)."""
+"""An example of a custom tool: one class, offered by an entry point (see this package's pyproject.toml).
+
+It imports only the interface of a tool, `tools_sandbox.tool` and `.answers`, and pydantic.
+"""
 
 from pydantic import BaseModel, ConfigDict, Field
 
