@@ -1,6 +1,6 @@
 """`arpo view RUN_DIR --html FILE`: the pages of some runs as one HTML file that loads nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from arpo_megatron.utils.atomic import atomic_write
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import Row
 from arpo_megatron.view.static_files import single_page
+from arpo_megatron.view.tree_page import tree_counts
 
 
 def write_html(pages: Pages, path: Path, *, trees: int) -> int:
@@ -30,9 +31,8 @@ def write_html(pages: Pages, path: Path, *, trees: int) -> int:
     left_out = 0
     for name in pages.runs:
         page = pages.answer(name)
-        stored = list(_summaries(pages, name, page))
-        chosen = _choose(stored, trees)
-        left_out += len(stored) - len(chosen)
+        chosen = _choose(pages, name, page["tree_steps"], trees)
+        left_out += sum(tree_counts(pages.runs[name], pages.cache).values()) - len(chosen)
         steps = dict.fromkeys(step for step, _ in chosen)
         for step in steps:
             answers[_key(name, "trees", str(step))] = [row for at, row in chosen if at == step]
@@ -56,24 +56,16 @@ def _key(*address: str) -> str:
     return "/".join(address)
 
 
-def _summaries(pages: Pages, name: str, page: Row) -> Iterator[tuple[int, Row]]:
-    """Yield step and summary of every stored tree of training."""
-    for step in page["tree_steps"]:
-        for row in pages.answer(name, "trees", str(step)):
-            yield step, row
-
-
-def _choose(stored: list[tuple[int, Row]], most: int) -> list[tuple[int, Row]]:
+def _choose(pages: Pages, name: str, steps: Sequence[int], most: int) -> list[tuple[int, Row]]:
     """Return at most `most` trees of the first, the middle and the last stored step, mixed rewards first."""
-    steps = list(dict.fromkeys(step for step, _ in stored))
     wanted = list(dict.fromkeys([*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]]))
     chosen: list[tuple[int, Row]] = []
     for place, step in enumerate(wanted):
-        of_step = sorted((each for each in stored if each[0] == step), key=_interest)
-        chosen += of_step[: (most - len(chosen)) // (len(wanted) - place)]
-    return sorted(chosen, key=lambda each: (each[0], each[1]["number"]))
+        share = (most - len(chosen)) // (len(wanted) - place)
+        best = sorted(pages.answer(name, "trees", str(step)), key=_interest)[:share]
+        chosen += [(step, row) for row in sorted(best, key=lambda row: int(row["number"]))]
+    return chosen
 
 
-def _interest(item: tuple[int, Row]) -> tuple[bool, int, int]:
-    _, row = item
+def _interest(row: Row) -> tuple[bool, int, int]:
     return (len(set(row["rewards"])) < 2, -int(row["forks"]), row["number"])

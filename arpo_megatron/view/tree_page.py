@@ -77,6 +77,11 @@ def _summary(number: int, row: Row) -> Row:
     }
 
 
+def tree_counts(run: RunDirectory, cache: FileCache) -> dict[int, int]:
+    """Return the number of stored trees of each step."""
+    return {step: len(cache.get(step_file(run, step), _read_tasks)) for step in train_steps(run)}
+
+
 def task_steps(run: RunDirectory, task: str, cache: FileCache) -> list[Row]:
     """Return the stored trees of one task: step, number in the step, and mean reward."""
     found = []

@@ -31,6 +31,7 @@ SHORT_DEMO = ("sft.steps=120", "train.steps=2", "train.tasks_per_step=6", "evalu
 def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
     check_run(demo)
     shown = ("held-out question", "<result>", "transformers and SGLang agree", "forks after")
+    shown += (f"to see this run: arpo view {demo['run_dir']}",)
     assert not [text for text in shown if text not in demo["screen"]]
 
 
