@@ -1,10 +1,12 @@
 """The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import run_trainer, services
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.events import EventLog, EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import check_dump, load_skipped_update
 
@@ -137,12 +139,23 @@ def open_run(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
     with run.locked():
         save_config(config, run.config)  # not before the lock: a running job reads it
         run.remove_partial()  # left by a kill -9
+        EventLog(run.events).emit("note", text=f"code: {_code()}")
         try:
             yield run
         finally:
             run.remove_partial()
             with suppress(OSError):  # the output may be a file on a full disk
                 print(f"to see this run: arpo view {run.path}", file=sys.stderr, flush=True)
+
+
+def _code() -> str:
+    """Return the commit of the code, with `-dirty` if files differ from it; outside a clone, the package's version."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError):
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return f"commit {done.stdout.strip()}"
+    return f"version {metadata.version('arpo-megatron')}"
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         "method": files.config.get("algorithm.name"),
         "model": _model(run, files.config),
         "seed": files.config.get("seed"),
+        "code": _code(files.events),
         "state": state,
         "step": step,
         "steps": steps,
@@ -146,6 +147,12 @@ def _with_times(found: dict[str, list[Any]], events: Sequence[Row]) -> dict[str,
 
 def _phase(events: Sequence[Row]) -> str | None:
     return next((event["name"] for event in reversed(events) if event["kind"] == "phase"), None)
+
+
+def _code(events: Sequence[Row]) -> str | None:
+    """Return the code of the newest start on this machine, as `launch.job.open_run` notes it."""
+    texts = (str(event.get("text", "")) for event in reversed(events) if event["kind"] == "note")
+    return next((text.removeprefix("code: ") for text in texts if text.startswith("code: ")), None)
 
 
 def _is_shown(event: Row) -> bool:

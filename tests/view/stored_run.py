@@ -91,6 +91,7 @@ def make_run(path: Path, *, seed: int = 1, steps: int = STEPS, last: bool = True
     config = replace(JobConfig(name="test", seed=seed), model=ModelConfig(path=model), train=TrainConfig(steps=STEPS))
     save_config(config, run.config)
     events, metrics = EventLog(run.events), MetricsLog(path, config)
+    events.emit("note", text="code: commit 0123456789ab-dirty")
     events.emit("phase", name="evaluate before", step=0)
     for step in range(1, steps + 1):
         write_step(run, metrics, events, step)

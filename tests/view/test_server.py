@@ -55,6 +55,7 @@ def test_page_loads_only_its_own_files(client: TestClient) -> None:
 def test_run_page_has_what_the_run_recorded(client: TestClient) -> None:
     page = client.get("/data/run").json()
     assert (page["recipe"], page["step"], page["steps"], page["state"]) == ("test", STEPS, STEPS, "finished")
+    assert page["code"] == "commit 0123456789ab-dirty"
     assert page["metrics"]["reward"] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert all(time >= page["began"] for time in page["metrics"]["time"])
     assert [each["step"] for each in page["evaluations"]] == [1, STEPS]

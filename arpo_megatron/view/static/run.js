@@ -57,7 +57,7 @@ export function runPage(view) {
 
 function heading(view, page) {
   const share = page.steps ? page.step / page.steps : 0;
-  const facts = [["recipe", page.recipe], ["method", page.method], ["model", page.model], ["seed", page.seed]];
+  const facts = [["recipe", page.recipe], ["method", page.method], ["model", page.model], ["seed", page.seed], ["code", page.code]].filter(([, value]) => value !== null);
   return h("section", { class: "top" },
     h("h1", {}, view.main, " ", h("span", { class: `pill ${page.state}` }, STATES[page.state])),
     h("p", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "quiet" }, name), " ", value ?? "–"))),
