@@ -32,6 +32,8 @@ class ChatServer:
     """Messages of a request to the raw body; None for a completion of the script."""
     holds_after: float = float("inf")
     """Number of requests that are answered; later ones wait until it is raised."""
+    waits_for: int = 0
+    """Number of requests that must be in flight at the same time before the first is answered."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     most_at_once: int = 0
     url: str = ""
@@ -50,7 +52,7 @@ class ChatServer:
         self.most_at_once = max(self.most_at_once, self._now)
         try:
             await asyncio.sleep(self.delay_s)
-            while number > self.holds_after:
+            while number > self.holds_after or self.most_at_once < self.waits_for:
                 await asyncio.sleep(0.01)
             if self.unknown and self.unknown in body:
                 error = {"error": {"message": f"Unrecognized request argument supplied: {self.unknown}"}}

@@ -425,11 +425,10 @@ def test_judge_concurrency_follows_the_config(files: Path, tmp_path: Path) -> No
         return f"<answer>\\boxed{{{next(numbers)}}}</answer>" if "VERDICT" not in str(messages) else verdict(messages)
 
     numbers = itertools.count()
-    with served(ChatServer(script)) as server, served(ChatServer(script, delay_s=2.0)) as judge:
+    with served(ChatServer(script)) as server, served(ChatServer(script, waits_for=33)) as judge:
         overrides = (*PLAIN, *JUDGE, f"reward.judge.url={judge.url}/v1", "reward.judge.concurrency=40")
         found = evaluate(request(server, files, tmp_path / "out", suite="gaia", attempts=40, overrides=overrides))
-    assert found["outcomes"] == {"right": 40}
-    assert judge.most_at_once > 32  # more than the default number of threads
+    assert found["outcomes"] == {"right": 40}  # with 33 requests at once: one more than the default number of threads
 
 
 def test_equal_answers_are_one_judge_request(files: Path, tmp_path: Path) -> None:
