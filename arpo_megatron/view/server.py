@@ -27,7 +27,6 @@ from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.static_files import static_file
 
 DEFAULT_PORT = 8750
-COOKIE = "arpo_view"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,7 +49,7 @@ def application(pages: Pages, token: str | None, host: str) -> Starlette:
     def page(request: Request) -> Response:
         if token is not None and "token" in request.query_params:  # checked by the guard
             response: Response = RedirectResponse("/", 303)
-            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            response.set_cookie(cookie_name(request), token, httponly=True, samesite="strict")
             return response
         return _file("index.html")
 
@@ -130,8 +129,16 @@ def is_own_name(headers: Headers, host: str) -> bool:
     return True
 
 
+def cookie_name(request: Request) -> str:
+    """Return the name of the token's cookie. It has the port, because browsers share cookies among a host's ports."""
+    return f"arpo_view_{request.url.port or 80}"
+
+
 def _has_token(request: Request, token: str) -> bool:
-    given = [request.cookies.get(COOKIE, ""), request.headers.get("authorization", "").removeprefix("Bearer ")]
+    given = [
+        request.cookies.get(cookie_name(request), ""),
+        request.headers.get("authorization", "").removeprefix("Bearer "),
+    ]
     if request.url.path == "/":
         given.append(request.query_params.get("token", ""))
     return any(hmac.compare_digest(each.encode(), token.encode()) for each in given)

@@ -1,5 +1,7 @@
 """The server of `arpo view`: what it answers, whom it refuses, and that hostile text stays text."""
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +11,13 @@ from starlette.testclient import TestClient
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.health import HealthPage, ServiceHealth
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import find_runs, is_locked
-from arpo_megatron.view.server import COOKIE, application, is_loopback
+from arpo_megatron.view.server import application, is_loopback
 from arpo_megatron.view.tree_page import token_texts
 from tests.view.stored_run import HOSTILE, STEPS, decode, make_run, tokenizer, write_step
 
@@ -135,7 +138,7 @@ def test_token_is_needed_where_there_is_one(pages: Pages) -> None:
     with TestClient(app, base_url=LOCAL, follow_redirects=False) as client:
         for path in ("/", "/main.js", "/data/run", "/?token=wrong", "/data/run?token=secret"):
             assert client.get(path).status_code == 401, path
-        assert client.get("/data/run", headers={"Cookie": f"{COOKIE}=wrong"}).status_code == 401
+        assert client.get("/data/run", headers={"Cookie": "arpo_view_8750=wrong"}).status_code == 401
         assert client.get("/data/run", headers={"Authorization": "Bearer secret"}).status_code == 200
         entered = client.get("/?token=secret")
         assert entered.status_code == 303 and entered.headers["location"] == "/"
@@ -171,6 +174,29 @@ def test_page_follows_a_run(tmp_path: Path) -> None:
         assert not is_locked(run)
         with run.locked():
             assert is_locked(run)
+
+
+def test_services_of_a_running_job_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, last=False)
+    pages = Pages({"run": run})
+    assert pages.answer("run", "roles") == []
+    health = ServiceHealth("engine", 7, True, time.time() - 60, 2, HOSTILE, "http://127.0.0.1:1", "logs/engine.log")
+    page = HealthPage(run.health, lambda: [health])
+    try:
+        (role,) = pages.answer("run", "roles")
+        assert (role["name"], role["up"], role["restarts"], role["last_error"]) == ("engine", True, 2, HOSTILE)
+        assert 60 <= role["seconds"] < 600
+        port = json.loads(run.health.read_text())["url"].rpartition(":")[2]
+        run.health.write_text(json.dumps({"url": f"http://localhost:{port}"}))
+        assert pages.answer("run", "roles") == []  # only the address that a job writes is asked
+    finally:
+        page.close()
+
+
+def test_run_without_a_step_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: test\ntrain:\n  steps: 5\n")
+    page = Pages({"run": RunDirectory(tmp_path)}).answer("run")
+    assert (page["state"], page["step"], page["steps"], page["metrics"], page["advice"]) == ("stopped", 0, 5, {}, [])
 
 
 def test_runs_are_found_below_a_directory_and_named_uniquely(tmp_path: Path) -> None:
