@@ -33,6 +33,7 @@ OK_CASES = [
     ("from concurrent.futures import ThreadPoolExecutor as P\nP(2).submit(print, 'pool'); None", "pool"),
     ("def f(x: Undefined): pass", None),
     ("import subprocess; subprocess.run(['echo', 'sub'], capture_output=True, text=True).stdout", "sub"),
+    ("open('/dev/zero', 'rb').read(3)", r"b'\x00\x00\x00'"),
     ("input()", None),
     ("import asyncio; asyncio.run(asyncio.sleep(0, 5))", "5"),
     ("import os, tempfile; open(tempfile.mkstemp()[1]).read(), os.path.expanduser('~')", "('', '/tmp')"),

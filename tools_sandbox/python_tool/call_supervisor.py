@@ -101,7 +101,8 @@ def _run_call(
     # The call's processes write to all pipes except the last one, from which they read.
     (out_read, err_read, status_read, state_read, request_read), (*inside, request_write) = zip(*pipes, strict=True)
     inside.append(request_read)
-    shared_bytes = watchdog.resident_bytes()
+    preloaded_bytes = watchdog.preloaded_bytes()
+    memory_bytes = None if "memory" in isolation.walls.groups else limits.memory_mb * _MIB
     pid = os.fork()
     if pid == 0:
         for descriptor in (connection.fileno(), out_read, err_read, status_read, state_read, request_write):
@@ -124,9 +125,8 @@ def _run_call(
         limit_bytes = 4 * request.output_chars
         streams = {out_read: CapturedStream(limit_bytes, tail=False), err_read: CapturedStream(limit_bytes, tail=True)}
         streams[state_read] = state = CapturedStream(request.state_mb * _MIB + HEADER.size, tail=False)
-        watched = _Watched(
-            connection, status_read, streams, state_read, Watchdog(pid, shared_bytes), counted_cpu_s, limits, deadline
-        )
+        measured = Watchdog(pid, preloaded_bytes, memory_bytes)
+        watched = _Watched(connection, status_read, streams, state_read, measured, counted_cpu_s, limits, deadline)
         ended_by = _watch(watched, isolation.walls, request.output_mb)
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
     finally:

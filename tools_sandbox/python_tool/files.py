@@ -19,7 +19,9 @@ from tools_sandbox.utils import linux
 _SYSTEM_FOLDERS = ("/lib", "/lib32", "/lib64", "/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/bin")
 _SYSTEM_DATA = ("/usr/share/zoneinfo",)
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_ZERO = "/dev/zero"
+"""Shown as /dev/full, which reads as zeros too. A mapping of the real one would be shared memory (see `seccomp`)."""
 _TMP = "/tmp"  # noqa: S108 - private to the call
 _WORK = f"{_TMP}/work"
 INSIDE_ID = 1000
@@ -60,9 +62,9 @@ def build_root(folder: str) -> None:
     for path in map(Path, _SYSTEM_FILES):
         if path.is_file():
             shutil.copyfile(path, _inside(root, path))
-    for path in map(Path, _DEVICES):
-        (root / path.relative_to("/")).touch()
-        linux.bind(str(path), str(root / path.relative_to("/")))
+    for device in (*_DEVICES, _ZERO):
+        (root / device.lstrip("/")).touch()
+        linux.bind("/dev/full" if device == _ZERO else device, str(root / device.lstrip("/")))
     (root / "dev/shm").symlink_to(_TMP)
     (root / "var/tmp").symlink_to(_TMP)
     (root / "etc/passwd").write_text(f"call:x:{INSIDE_ID}:{INSIDE_ID}::{_TMP}:/bin/sh\n", "ascii")

@@ -159,7 +159,12 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
         landlock.restrict(walls.landlock, files.rules_inside() if walls.files else files.rules_outside(folder))
     # After Landlock, which opens the paths of its rules while the sandbox's own descriptors are still open.
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
-    linux.make_dumpable(False)
+    watched = "memory" not in walls.groups
+    # The watchdog may read the mappings of a process only if it is dumpable. There are no core dumps in either case.
+    linux.make_dumpable(watched)
+    if watched:
+        # A huge page of which only one part is still mapped would count as that part.
+        linux.disable_huge_pages()
     if isolation.filter_program:
         linux.filter_system_calls(isolation.filter_program)
     return preloaded_bytes

@@ -90,7 +90,6 @@ _LAST_KNOWN = 452
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _REFUSED_CLONE_FLAGS = 0x7E020000 | 0x8000
 """Every CLONE_NEW* flag, and CLONE_PARENT: the parent of a process must be its creator (see `watchdog`)."""
-_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _UNIX, _STREAM, _TYPE_MASK = 1, 1, 0xF
 _PRIO_PROCESS = 0
 # PDEATHSIG, GET_PDEATHSIG, GET_DUMPABLE, SET/GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_TIMERSLACK, SET/GET_NO_NEW_PRIVS,
@@ -104,6 +103,7 @@ _FADVICE = (0, 1, 2, 5)
 _REFUSED_MADVICE = (12, 20, 21)
 """MERGEABLE shares pages with other processes. COLD and PAGEOUT also evict the page cache of files."""
 _MAP_HUGETLB = 0x40000
+_SHARED_ANONYMOUS = 0x21
 _MSG_OOB = 1
 _RLIMIT_CORE = 4
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
@@ -151,11 +151,7 @@ def _checks() -> dict[str, list[bytes]]:
     """Return the checks of system calls whose arguments decide. Each check ends with a return."""
     allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
     return {
-        # Threads must share their descriptors, which are counted per process (see `watchdog`).
-        "clone": [
-            *(_argument(0), _op(_AND, _REFUSED_CLONE_FLAGS), _op(_EQUAL, 0, 1, 0), refuse),
-            *(_argument(0), _op(_AND, _CLONE_THREAD | _CLONE_FILES), _op(_EQUAL, _CLONE_THREAD, 0, 1), refuse, allow),
-        ],
+        "clone": _without_flags(0, _REFUSED_CLONE_FLAGS),
         # Its flags are in memory, which a filter cannot read. glibc falls back to clone.
         "clone3": [_op(_RETURN, _ERRNO | errno.ENOSYS)],
         # There is nothing to reach, which this error expresses.
@@ -178,15 +174,19 @@ def _checks() -> dict[str, list[bytes]]:
             *(_argument(2), _op(_EQUAL, 0, 1, 0), refuse),
             *(_argument(2, high=True), _op(_EQUAL, 0, 1, 0), refuse, allow),
         ],
-        # Huge pages are a pool of the machine.
-        "mmap": _without_flag(3, _MAP_HUGETLB),
+        # Huge pages are a pool of the machine. Shared memory without a file can be in use although no process has it
+        # mapped, so that only control groups could count it.
+        "mmap": [
+            *(_argument(3), _op(_AND, _SHARED_ANONYMOUS), _op(_EQUAL, _SHARED_ANONYMOUS, 0, 1), refuse),
+            *_without_flags(3, _MAP_HUGETLB),
+        ],
         "madvise": [_argument(2), *_one_of(_REFUSED_MADVICE, _ERRNO | errno.EPERM), allow],
         "fadvise64": [_argument(3), *_one_of(_FADVICE), refuse],
         # Urgent data of local sockets: rarely used and rarely tested code of the kernel.
-        "sendto": _without_flag(3, _MSG_OOB),
-        "recvfrom": _without_flag(3, _MSG_OOB),
-        "recvmsg": _without_flag(2, _MSG_OOB),
-        "recvmmsg": _without_flag(3, _MSG_OOB),
+        "sendto": _without_flags(3, _MSG_OOB),
+        "recvfrom": _without_flags(3, _MSG_OOB),
+        "recvmsg": _without_flags(2, _MSG_OOB),
+        "recvmmsg": _without_flags(3, _MSG_OOB),
     }
 
 
@@ -230,10 +230,10 @@ def _one_of(values: tuple[int, ...], result: int = _ALLOW) -> list[bytes]:
     return [part for value in values for part in _returning(_op(_EQUAL, value, 0, 1), result)]
 
 
-def _without_flag(index: int, flag: int) -> list[bytes]:
-    """Allow a call unless an argument has the flag."""
+def _without_flags(index: int, flags: int) -> list[bytes]:
+    """Allow a call unless an argument has one of the flags."""
     return [
-        *(_argument(index), _op(_AND, flag), _op(_EQUAL, 0, 1, 0)),
+        *(_argument(index), _op(_AND, flags), _op(_EQUAL, 0, 1, 0)),
         *(_op(_RETURN, _ERRNO | errno.EPERM), _op(_RETURN, _ALLOW)),
     ]
 

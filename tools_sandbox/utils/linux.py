@@ -19,7 +19,7 @@ CLONE_NEWNET = 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
-_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 15, 36, 38
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 15, 36, 38, 41
 _SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # From here on, new system calls have the same number on every architecture.
@@ -119,6 +119,11 @@ def name_process(name: str) -> None:
 def make_dumpable(dumpable: bool) -> None:
     """Allow or forbid core dumps and access by processes of the same user (ptrace, /proc/PID/mem)."""
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def disable_huge_pages() -> None:
+    """Keep the kernel from using transparent huge pages in this process, its children and the programs they execute."""
+    _prctl(_PR_SET_THP_DISABLE, 1)
 
 
 def filter_system_calls(program: bytes) -> None:

@@ -135,7 +135,7 @@ if platform.machine() == "x86_64":
         "raw system call",
         "32-bit calls",
         "import ctypes, mmap\n"
-        "m = mmap.mmap(-1, 4096, prot=7)\n"
+        "m = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE, 7)\n"
         # mov eax, 359 (socket); int 0x80; ret
         "m.write(bytes.fromhex('b867010000bb02000000b901000000ba00000000cd80c3'))\n"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
