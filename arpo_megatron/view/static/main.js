@@ -110,8 +110,10 @@ async function treeContent(at) {
   const step = steps.includes(at.step) ? at.step : page.tree_steps.length ? String(page.tree_steps[page.tree_steps.length - 1]) : steps[0];
   const rows = await load(at.name, "trees", step);
   const chosen = chosenRows(rows, at), number = rows.some((row) => row.number === at.tree) ? at.tree : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
-  const tree = number === null ? null : await load(at.name, "trees", step, number);
   const key = JSON.stringify([at.name, step, number]), fresh = key !== now.treeKey;
+  // A stored tree does not change, and a large one takes seconds: it is not asked for again.
+  const tree = number === null ? null : now.loaded?.key === key ? now.loaded.tree : await load(at.name, "trees", step, number);
+  now.loaded = { key, tree };
   const tasks = tasksOf(at.name, tree);
   const query = { ...at, step, tree: number };
   const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
