@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+from arpo_megatron.utils.processes import STORE_FILE
+
 _PRELOADED = ("pytest", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
 _context = get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
@@ -44,14 +46,10 @@ def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int, timeou
     Raises:
         RankFailedError: a rank raised, was killed or took too long. The other ranks are killed.
     """
-    from torch.distributed import TCPStore
-
-    # A port of the system's choice that is open before any rank looks for it, as under torchrun.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as logs:
         outputs = [Path(logs) / str(rank) for rank in range(ranks)]
         processes = [
-            _context.Process(target=_run, args=(function, arguments, rank, ranks, store.port, outputs[rank]))
+            _context.Process(target=_run, args=(function, arguments, rank, ranks, Path(logs) / "store", outputs[rank]))
             for rank in range(ranks)
         ]
         try:
@@ -85,7 +83,7 @@ def _first_failure(processes: Sequence[Any], deadline: float) -> tuple[int, int 
 
 
 def _run(
-    function: Callable[..., None], arguments: Sequence[Any], rank: int, ranks: int, port: int, output: Path
+    function: Callable[..., None], arguments: Sequence[Any], rank: int, ranks: int, store: Path, output: Path
 ) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -95,10 +93,7 @@ def _run(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this test's, not rank 0's
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        STORE_FILE: str(store),
     }
     import torch
 

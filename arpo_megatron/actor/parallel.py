@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from arpo_megatron.actor import cpu_platform
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware import malloc
+from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT
+from arpo_megatron.utils.ports import is_loopback
+from arpo_megatron.utils.stores import rank_store
 
 Object = TypeVar("Object")
 
@@ -44,8 +46,8 @@ def initialize(
     if world_size != parallel.world_size:
         raise UserError(
             f"parallel: tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline} x data "
-            f"{parallel.data} need {parallel.world_size} trainer ranks, but {world_size} started: use torchrun "
-            f"--nproc-per-node {parallel.world_size}"
+            f"{parallel.data} need {parallel.world_size} trainer ranks, but {world_size} started: start them with "
+            f"python -m arpo_megatron.launch.ranks {parallel.world_size} MODULE"
         )
     silence_import_warnings()
     cpu_platform.install()
@@ -56,13 +58,15 @@ def initialize(
         malloc.keep()
     else:
         torch.cuda.set_device(device())
+    if is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1")):
+        os.environ.update(LOOPBACK_ENVIRONMENT)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        # A single process needs no rendezvous and so no port, which another run could take.
-        store=HashStore() if world_size == 1 else None,
+        store=rank_store(rank(), world_size, timeout),
         rank=rank(),
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
     create_groups(parallel, timeout_s=timeout_s)
     # Gloo on CUDA too: a rank that waits for the controller must not spin on its GPU.
@@ -160,7 +164,7 @@ def reduce_over_targets(values: torch.Tensor, operation: Any = dist.ReduceOp.SUM
 
 
 def _threads() -> int:
-    """Return the machine's cores per local rank. torchrun's default OMP_NUM_THREADS=1 is meant for GPU ranks."""
+    """Return the machine's cores per local rank. The launcher's OMP_NUM_THREADS=1 is meant for GPU ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 

@@ -43,6 +43,7 @@ from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, Sync
 from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.utils.stores import listen
 
 DTYPE = torch.float32
 VOCABULARY = 12288
@@ -140,7 +141,7 @@ class Floors:
         self._source = torch.ones(size, dtype=torch.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8)
         self._shared = torch.zeros(size, dtype=torch.uint8).share_memory_()
-        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        store = listen("127.0.0.1", 0, 2, timedelta(seconds=TIMEOUT_S))
         context = multiprocessing.get_context("spawn")
         self._ends, other = context.Pipe()
         self._receiver = context.Process(target=_receive, args=(store.port, size, other), daemon=True)

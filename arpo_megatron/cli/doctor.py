@@ -10,6 +10,7 @@ from arpo_megatron.jobs.inputs import check_files, check_inputs
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import check_local_all_reduce
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.exposure import check_exposure
 from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
 from arpo_megatron.utils.ports import free_ports
 
@@ -24,7 +25,12 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
         runs = (config.run_dir if config else None) or RUNS
         gpus = gpu_count("auto" if config is None else config.platform)
         checks += machine_checks(gpus=gpus, on_gpus=gpus > 0 or _wants_gpus(config), config=config)
-        checks += [("ports", _check_ports), ("network", lambda: check_local_all_reduce(gpus, *free_ports(1)))]
+        listening = {"127.0.0.1"}
+        checks += [
+            ("ports", _check_ports),
+            ("network", lambda: check_local_all_reduce(gpus, free_ports(1)[0], listening)),
+            ("exposure", lambda: check_exposure(listening)),
+        ]
     else:  # a login node has neither GPUs nor the packages of the job's processes
         runs = profile.runs.expanduser()
         checks += [("python", check_python), *cluster_checks(profile)]

@@ -17,6 +17,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.allreduce import MEETING_S, all_reduce
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.exposure import check_exposure
 from arpo_megatron.launch.preflight.machine import PORTS, job_checks, machine_checks
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.ports import free_ports
@@ -44,8 +45,11 @@ def main() -> None:
     rank, count, port = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "MASTER_PORT"))
     device = "cuda:0" if gpus else "cpu"
     limit_s = MEETING_S + 5.0
-    findings += run_checks([("network", lambda: all_reduce(rank, count, address[0], port, device))], limit_s, limit_s)
+    listening = {here}
+    network = ("network", lambda: all_reduce(rank, count, address[0], port, device, listening))
+    findings += run_checks([network], limit_s, limit_s)
     clock = time.time()  # right after the all-reduce, so that the clocks of nodes can be compared
+    findings += run_checks([("exposure", lambda: check_exposure(listening, profile.trusted_networks))])
     try:
         ports = free_ports(PORTS, here, profile.ports)
         findings.append(ok("ports", f"{len(ports)} free at {here}"))

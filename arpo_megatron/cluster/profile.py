@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -109,6 +110,9 @@ class ClusterProfile:
     ports: tuple[Positive, Positive] | None = None
     """First and last TCP port for services and the ranks' rendezvous; None: any free port. NCCL, gloo and the weight
     push choose their own ports, so the nodes of a job must be able to connect to each other on all ports."""
+    trusted_networks: tuple[str, ...] = ()
+    """Networks (10.1.0.0/16, ...) whose hosts and users you trust: ranks and weight pushes ask for no password. The
+    preflight step fails if a port of the job listens outside them, and warns if there are none."""
     sbatch: dict[str, str] = Field(default_factory=dict)
     """Further #SBATCH parameters by their long names (constraint: h100, reservation: ...). Parameters that another key
     or `arpo submit` sets are errors, and so are those that change the number of jobs (array, ...)."""
@@ -167,6 +171,11 @@ class ClusterProfile:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are fewer than 64: widen the range")
         if self.ports is not None and self.ports[1] > 65535:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}]: TCP ports end at 65535")
+        for network in self.trusted_networks:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"trusted_networks: {error}: write a network as 10.1.0.0/16") from None
         if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
             raise ValueError(f"mounts: {wrong[0]!r} does not have the form FROM:TO")
         for name, text in _texts(self):

@@ -22,9 +22,9 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE, HEALTH_PATH
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.environment import process_environment, trainer_environment
+from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT, process_environment, trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
-from arpo_megatron.utils.ports import free_ports
+from arpo_megatron.utils.ports import free_ports, is_loopback
 from arpo_megatron.utils.processes import last_lines, stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder
@@ -188,7 +188,7 @@ def engine_service(
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.engine.server.main", *_arguments(sglang_options), *_FLAGS],
         log=log_path,
-        environment=_environment(scratch, placement, engine.replicas) | _token_variable(token),
+        environment=_environment(scratch, placement, engine.replicas, host) | _token_variable(token),
         startup_timeout_s=engine.startup_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
         alive=HEALTH_PATH,  # 7 ms on a CPU
@@ -298,7 +298,7 @@ def _token_variable(token: str | None) -> dict[str, str]:
     return {ENGINE_TOKEN_VARIABLE: token or ""}
 
 
-def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str, str]:
+def _environment(scratch: Path, placement: Placement, replicas: int, host: str) -> dict[str, str]:
     # If the launcher is itself a trainer, its settings are not for the engine. Its CUDA memory saver, for example,
     # rejects segments that grow.
     trainers = trainer_environment("auto" if placement.gpus else "cpu").items()
@@ -309,6 +309,8 @@ def _environment(scratch: Path, placement: Placement, replicas: int) -> dict[str
     # Answers come in one piece: of customized_info (entropies) sglang 0.5.12 keeps only the last piece's values.
     environment["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31 - 1)
     environment.update(process_environment("auto" if placement.gpus else "cpu"))
+    if is_loopback(host):
+        environment.update(LOOPBACK_ENVIRONMENT)
     if not placement.gpus:
         # Keep freed memory: mapping pages for a push's tensors would cost as much as the tensors themselves, each time.
         environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}

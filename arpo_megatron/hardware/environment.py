@@ -8,6 +8,10 @@ CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNA
 """For processes that compute on a CPU: they leave any GPU alone. Without TorchDynamo they start a second faster,
 because Megatron does not prepare its decorated functions for a compiler that no CPU layout calls."""
 
+LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""For processes whose peers are all on this machine. Without it the sockets of gloo and NCCL, which ask for no
+password, listen on the network."""
+
 
 def process_environment(platform: Platform) -> dict[str, str]:
     """Return the variables for every process of a job that computes on `platform`."""

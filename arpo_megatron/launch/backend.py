@@ -1,6 +1,5 @@
 """Where the processes of a job run: this machine, or the nodes of a Slurm allocation (`cluster/backend.py`)."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import SCRATCH_PREFIX
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.ports import free_ports
-from arpo_megatron.utils.processes import JOB_PID
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.utils.temporary import TemporaryFolder
 
@@ -42,7 +40,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class LocalBackend:
-    """All processes on this machine, the ranks under torchrun."""
+    """All processes on this machine, the ranks under `launch/ranks.py`."""
 
     _given: set[int] = field(default_factory=set)
 
@@ -68,10 +66,9 @@ class LocalBackend:
         return spec
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
-        """Run the ranks under torchrun; they die with this process."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-        count = f"--nproc-per-node={config.parallel.world_size}"
-        return [*torchrun, count, sys.executable, "-m", module, *arguments], {JOB_PID: str(os.getpid())}
+        """Run the ranks under their launcher; they die with it, and it dies with this process."""
+        launcher = [sys.executable, "-m", "arpo_megatron.launch.ranks", str(config.parallel.world_size)]
+        return [*launcher, module, *arguments], {}
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:

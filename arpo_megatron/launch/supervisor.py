@@ -70,7 +70,7 @@ class SupervisedProcess:
 
     def failure(self) -> str:
         """Return the message for the user when a process that runs once has ended."""
-        report = first_failure(self.log, self.log_start) or last_lines(self.log)
+        report = first_failure(self.log, self.log_start) or last_lines(self.log, self.log_start)
         return f"{self.spec.name} {how_it_ended(self.poll() or 0)}; log: {self.log}\n{report}"
 
     def health(self) -> ServiceHealth:

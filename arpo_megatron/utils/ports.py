@@ -1,9 +1,12 @@
-"""Search for free TCP ports that services can listen on."""
+"""TCP ports: free ones for services, and those at which processes listen."""
 
 import contextlib
+import ipaddress
 import random
 import socket
 from pathlib import Path
+
+import psutil
 
 from arpo_megatron.errors import UserError
 
@@ -31,6 +34,17 @@ def free_ports(count: int, host: str = "127.0.0.1", among: tuple[int, int] | Non
         if len(ports) == count:
             return ports
     raise UserError(f"fewer than {count} of the TCP ports {first} to {last} are free on {host}")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address or host name is of this machine alone."""
+    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+
+
+def listening_addresses(pid: int | None = None) -> set[tuple[str, int]]:
+    """Return address and port of each TCP socket at which a process listens, by default this one."""
+    sockets = psutil.Process(pid).net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def _first_ephemeral_port() -> int:

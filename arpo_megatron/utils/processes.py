@@ -7,7 +7,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 PARENT_WATCH_INTERVAL_S = 0.5
+_TAIL_BYTES = 2**22
 RANK_FAILED = "---- rank {rank} failed:"
 """First line of a failing trainer rank's report in its log (`rank_main.py`)."""
 RANK_FAILED_END = "---- end of that rank's report"
@@ -22,8 +22,9 @@ GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 REAP_DEADLINE_S = 4.0
 """Longest time that a killed group may take to disappear."""
-JOB_PID = "ARPO_JOB_PID"
-"""Environment variable of a rank: the process of the job that started the launcher on this machine."""
+STORE_FILE = "ARPO_STORE_FILE"
+"""Environment variable of the ranks on one machine: the file through which they find each other, in a directory that
+only this user may enter."""
 
 
 class ProcessDiedError(Exception):
@@ -57,6 +58,13 @@ def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def bind_to_parent(parent_pid: int) -> None:
+    """Do `die_with_parent` in a child of `parent_pid`; end the child now if that process has ended already."""
+    die_with_parent()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
     """Call `on_death` from a thread as soon as this process is no longer a child of `parent_pid`.
 
@@ -82,21 +90,14 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def last_lines(path: Path, count: int = 15) -> str:
-    """Return the end of a log, indented for an error message; "" if there is none."""
-    if not path.exists():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(f"  | {line.rstrip()}\n" for line in deque(file, count)).rstrip("\n")
+def last_lines(path: Path, start: int = 0, count: int = 15) -> str:
+    """Return the end of a log, without the bytes before `start`, indented for an error message; "" if there is none."""
+    return "\n".join(f"  | {line.rstrip()}" for line in _tail(path, start)[-count:])
 
 
 def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
     """Return the report of the first failing rank in a log after byte `start`, its last `limit` lines; "" if none."""
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
+    lines = _tail(path, start)
     opening = RANK_FAILED.partition("{")[0]
     first = next((number for number, line in enumerate(lines) if line.startswith(opening)), None)
     if first is None:
@@ -104,6 +105,15 @@ def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
     report = lines[first : next((n for n in range(first, len(lines)) if lines[n] == RANK_FAILED_END), len(lines))]
     shown = report if len(report) <= limit else [report[0], "...", *report[2 - limit :]]
     return "\n".join(f"  | {line}" for line in shown)
+
+
+def _tail(path: Path, start: int) -> list[str]:
+    """Return the lines at the end of a log after byte `start`. A log can be larger than the memory."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -7,6 +7,7 @@ A rank whose peer has died fails too, in the collective that it waits in. The us
 The launcher ends the other ranks with a signal that stops them even inside a collective.
 """
 
+import faulthandler
 import os
 import re
 import sys
@@ -16,13 +17,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.utils.processes import JOB_PID, RANK_FAILED, RANK_FAILED_END, die_with_parent
+from arpo_megatron.utils.processes import RANK_FAILED, RANK_FAILED_END, die_with_parent
 from arpo_megatron.utils.signals import Interrupted
 
 CLEANUP_S = 10.0
@@ -35,12 +34,12 @@ _logged: list[BaseException] = []
 
 
 def rank_main(main: Callable[[], None]) -> Callable[[], None]:
-    """Make `main` the entry point of a rank, which dies with its job and ends at any exception of `main`."""
+    """Make `main` the entry point of a rank, which dies with its launcher and ends at any exception of `main`."""
 
     @wraps(main)
     def run() -> None:
-        _die_with_job()
-        get_error_handler().initialize()
+        die_with_parent()
+        faulthandler.enable()
         try:
             main()
         except (SystemExit, KeyboardInterrupt, Interrupted):
@@ -54,16 +53,8 @@ def rank_main(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def _die_with_job() -> None:
-    """Die with the launcher, and end here if the job died while this rank was started."""
-    die_with_parent()
-    job = os.environ.get(JOB_PID)
-    if job is not None and not Path(f"/proc/{job}").exists():
-        os._exit(1)
-
-
 def log_failure(error: BaseException) -> None:
-    """Write the traceback to the log and to the launcher; further calls do nothing."""
+    """Write the traceback to the log; further calls do nothing."""
     if _logged:
         return
     _logged.append(error)
@@ -75,7 +66,6 @@ def log_failure(error: BaseException) -> None:
     with suppress(OSError):  # a full disk must not hide the error
         # One write: the ranks share the log, and their lines must not mix.
         os.write(2, f"{RANK_FAILED.format(rank=rank)}\n{text}{RANK_FAILED_END}\n".encode(errors="replace"))
-        get_error_handler().record_exception(error)
     _end_after(CLEANUP_S)
 
 

@@ -1,11 +1,13 @@
 """The description of a process that a job starts."""
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from arpo_megatron.utils.processes import die_with_parent
+from arpo_megatron.utils.processes import bind_to_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +51,5 @@ class ServiceSpec:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 start_new_session=True,
-                preexec_fn=die_with_parent if self.bound else None,  # noqa: PLW1509  (one prctl call)
+                preexec_fn=partial(bind_to_parent, os.getpid()) if self.bound else None,  # noqa: PLW1509
             )

@@ -59,11 +59,11 @@ def test_patch_refuses_a_target_that_does_not_fit(
 
 def test_initialize_refuses_a_wrong_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match=r"need 4 trainer ranks, but 1 started: use torchrun --nproc-per-node 4"):
+    with pytest.raises(UserError, match=r"need 4 trainer ranks, but 1 started: start them with python -m .*ranks 4"):
         parallel.initialize(ParallelConfig(tensor=2, data=2), seed=1)
 
 
-def test_single_process_initializes_without_torchrun_or_output() -> None:
+def test_single_process_initializes_without_launcher_or_output() -> None:
     code = (
         "from arpo_megatron.actor import parallel; from arpo_megatron.config import ParallelConfig\n"
         "from arpo_megatron.actor.cpu_platform import install\n"

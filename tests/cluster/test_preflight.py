@@ -17,6 +17,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.exposure import check_exposure
 from arpo_megatron.launch.preflight.machine import (
     check_clock,
     check_disk,
@@ -325,6 +326,20 @@ def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert check_gpus(2).level == "failure"
 
 
+def test_exposure_check_compares_addresses_with_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = {"bond0": [SimpleNamespace(address="10.1.2.3", netmask="255.255.0.0")]}
+    monkeypatch.setattr("arpo_megatron.launch.preflight.exposure.psutil.net_if_addrs", lambda: interfaces)
+    here, node = {"127.0.0.1", "::1"}, {"127.0.0.1", "10.1.2.3"}
+    assert check_exposure(here).level == "ok"
+    found = check_exposure(node)
+    assert found.level == "warning" and "set trusted_networks" in found.fix
+    assert "listen at 10.1.2.3 (bond0, open to 10.1.0.0/16)" in found.text
+    assert check_exposure(node, ("192.168.0.0/16", "10.0.0.0/8")).level == "ok"
+    found = check_exposure(node | {"::"}, ("10.0.0.0/8",))
+    assert found.level == "failure" and ":: (every network of this machine)" in found.text
+    assert ": :: is in none of trusted_networks" in found.text
+
+
 def lines_of(output: str) -> dict[str, str]:
     """Return the check's results by name."""
     return {line.split()[1]: line for line in output.splitlines() if line.startswith(("ok ", "warning ", "failure "))}
@@ -335,7 +350,7 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
 ) -> None:
     """A downloaded model is trained on GPUs unless overrides set platform=cpu."""
     monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
-    monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda gpus, port: ok("network", ""))
+    monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda *_: ok("network", ""))
     examine(resolve.resolve("deepsearch_14b"), None)
     output = lines_of(capsys.readouterr().out)
     assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in output["packages"]
@@ -365,6 +380,6 @@ def test_doctor_passes_for_the_quickstart_on_this_machine(capsys: pytest.Capture
     assert examine(job("platform=cpu"), None)
     lines = capsys.readouterr().out.splitlines()
     output = {line.split()[1] for line in lines if line.startswith("ok ")}
-    assert {"python", "pins", "packages", "sandbox", "ports", "network", "clock"} <= output
+    assert {"python", "pins", "packages", "sandbox", "ports", "network", "exposure", "clock"} <= output
     assert {"model", "disk", "wandb", "recipe"} <= output
     assert not show([failure("x", "y", "z")])

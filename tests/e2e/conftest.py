@@ -3,13 +3,13 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import ARPO, SEED, SHORT_SFT, quickstart, run_to_end
+from tests.e2e.jobs import ARPO, SEED, SHORT_SFT, Job, Start, quickstart, run_to_end
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 
@@ -44,3 +44,18 @@ def warm_run(sft_run: Path, tmp_path: Path) -> Path:
     for name in ("initial_model", "sft"):
         shutil.copytree(sft_run / name, run / name)
     return run
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start jobs in the background. A job that a failing test leaves is killed, and its processes end with it."""
+    jobs: list[Job] = []
+
+    def start_job(command: list[str]) -> Job:
+        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+        job.wait()

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from arpo_megatron.tree import Role
 from tests.repo.metric_names import documented_metrics
 
+Job = subprocess.Popen[str]
+Start = Callable[[list[str]], Job]
+MOMENT_S = 600.0  # deadline for a job to reach the state a test waits for
 ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
 SHORT_SFT = ("sft.steps=120",)
@@ -33,6 +38,16 @@ def run_to_end(command: list[str], run: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"logs in {run / 'logs'}\n{done.stderr[-3000:]}"
     return done.stderr
+
+
+def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: float = 0.01) -> None:
+    deadline = time.monotonic() + MOMENT_S
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        assert job.poll() is None, f"the job ended before {what}: {job.communicate()[1]}"
+        time.sleep(every_s)
+    raise AssertionError(f"no {what} within {MOMENT_S:g} s")
 
 
 def undocumented(row: dict[str, Any]) -> list[str]:

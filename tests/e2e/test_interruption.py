@@ -2,40 +2,33 @@
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.jobs import AHEAD, SHORT, check_kept, journal_of, quickstart, rows_of, run_to_end, trained, unfinished
+from tests.e2e.jobs import (
+    AHEAD,
+    SHORT,
+    Job,
+    Start,
+    check_kept,
+    journal_of,
+    quickstart,
+    rows_of,
+    run_to_end,
+    trained,
+    unfinished,
+    wait_for,
+)
+from tests.sockets import exposed, listening_ports
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
 END_S = 60.0  # a process that is not stopped stays for minutes
-MOMENT_S = 600.0  # deadline for a job to reach the state a test waits for
 TASKS = 4
-
-Job = subprocess.Popen[str]
-Start = Callable[[list[str]], Job]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start jobs in the background. A job that a failing test leaves is killed, and its processes end with it."""
-    jobs: list[Job] = []
-
-    def start_job(command: list[str]) -> Job:
-        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.kill()
-        job.wait()
 
 
 def training(run: Path, *extra: str, steps: int = 3) -> list[str]:
@@ -67,16 +60,6 @@ def alive(family: list[psutil.Process], run: Path) -> list[psutil.Process]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(process)
     return left + processes_of(run)
-
-
-def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: float = 0.01) -> None:
-    deadline = time.monotonic() + MOMENT_S
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        assert job.poll() is None, f"the job ended before {what}: {job.communicate()[1]}"
-        time.sleep(every_s)
-    raise AssertionError(f"no {what} within {MOMENT_S:g} s")
 
 
 def updates(run: Path) -> list[object]:
@@ -112,7 +95,7 @@ def interrupt(job: Job, run: Path, *, codes: tuple[int, ...] = (130,)) -> str:
 
 
 def process_of(job: Job, module: str) -> psutil.Process:
-    """Return the process that runs `python -m module` (not torchrun, whose command line names the module later)."""
+    """Return the process that runs `python -m module` (not the launcher, which names it later)."""
     found = []
     for process in family_of(job):
         with suppress(psutil.Error):  # it has just ended
@@ -120,6 +103,12 @@ def process_of(job: Job, module: str) -> psutil.Process:
                 found.append(process)
     (only,) = found
     return only
+
+
+def check_sockets(processes: list[psutil.Process]) -> None:
+    """Check that no other machine reaches a port of the job, and no other user its Unix sockets."""
+    assert len(listening_ports(processes)) >= 8, "four services, gloo twice in engine and trainer, store of the push"
+    assert not exposed(processes)
 
 
 def check_whole_job_ends(job: Job, run: Path, family: list[psutil.Process]) -> None:
@@ -144,6 +133,9 @@ def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run
     wait_for("resumed training", lambda: "resumed from step_1: 1 steps are done" in notes(warm_run), job)
     wait_for("trees", lambda: any(note.startswith("step 2 continues with 8") for note in notes(warm_run)), job)
     rank, family = process_of(job, "arpo_megatron.train"), family_of(job)
+    rank.suspend()  # the step must not end meanwhile
+    check_sockets([psutil.Process(job.pid), *family])
+    rank.resume()
     record, checkpoint = warm_run / "metrics.jsonl", warm_run / "checkpoints" / "step_2"
     # Kill between the step's metrics row and its checkpoint, whichever is written first.
     wait_for("end of step 2", lambda: len(rows_of(record)) == 2 or checkpoint.exists(), job, every_s=0.001)

@@ -1,8 +1,10 @@
 """Trainer module of test_failing_rank.py: rank 1 fails in the way that the run directory's `how.txt` names.
 
-Meanwhile rank 0 sits in a collective that the other never joins. `failed_at_s.txt` is when, by the monotonic clock.
+Meanwhile rank 0 sits in a collective that the other never joins. `failed_at_s.txt` is when, by the
+monotonic clock, and `listening.json` are the addresses at which rank 1 listened.
 """
 
+import json
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.utils.ports import listening_addresses
 from arpo_megatron.utils.rank_main import log_failure, rank_main
 
 
@@ -35,6 +38,7 @@ def main() -> None:
     parallel.initialize(ParallelConfig(data=2), seed=1)
     if dist.get_rank() == 1:
         time.sleep(0.5)
+        (run / "listening.json").write_text(json.dumps(sorted(listening_addresses())))
         (run / "failed_at_s.txt").write_text(repr(time.monotonic()))
         fail(how)
     dist.all_reduce(torch.zeros(1))

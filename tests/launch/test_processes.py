@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.utils.processes import ProcessDiedError
+from arpo_megatron.utils.processes import ProcessDiedError, bind_to_parent
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = [
@@ -95,6 +96,17 @@ def test_processes_die_with_a_killed_launcher(tmp_path: Path) -> None:
     launcher.kill()
     launcher.wait()
     assert gone(child)
+
+
+def test_process_whose_parent_has_ended_does_not_start() -> None:
+    def started_by(parent: int) -> "subprocess.CompletedProcess[str]":
+        began = [sys.executable, "-c", "print('began')"]
+        return subprocess.run(began, preexec_fn=partial(bind_to_parent, parent), stdout=subprocess.PIPE, text=True)
+
+    with subprocess.Popen(["true"]) as parent:
+        pass
+    assert (started_by(parent.pid).returncode, started_by(parent.pid).stdout) == (1, "")
+    assert (started_by(os.getpid()).returncode, started_by(os.getpid()).stdout) == (0, "began\n")
 
 
 HOLDER = """

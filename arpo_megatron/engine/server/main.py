@@ -26,7 +26,7 @@ from pathlib import Path
 from arpo_megatron.engine.server import cpu, entropy, gate
 from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.utils.processes import die_with_parent, watch_parent
+from arpo_megatron.utils.processes import bind_to_parent, watch_parent
 
 LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 """Environment variable with a process id: when that process dies, the engine kills its own process group."""
@@ -35,11 +35,9 @@ LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
 def _die_with_spawner() -> None:
     """Have the kernel kill a spawned child together with its parent (SGLang notices only seconds later)."""
     spawner = multiprocessing.parent_process()
-    if spawner is None:
+    if spawner is None or spawner.pid is None:
         return
-    die_with_parent()
-    if os.getppid() != spawner.pid:  # the parent died before the line above
-        os._exit(1)
+    bind_to_parent(spawner.pid)
 
 
 def _die_with_launcher() -> None:
@@ -99,6 +97,9 @@ def _prepare_process() -> None:
 def main() -> None:
     """Serve until a signal ends the process. Exits with 2 on a `UserError`."""
     _die_with_launcher()
+    # SGLang's ranks meet here instead of at a port, which would be open to every network. A killed server leaves its
+    # file, so each start has its own.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp(prefix='ranks-')}/store"
     try:
         _prepare_process()
     except UserError as error:

@@ -5,13 +5,16 @@ result as JSON.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
 
+from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok
+from arpo_megatron.utils.ports import is_loopback, listening_addresses
 
 MEETING_S = 40.0
 """Time that ranks wait for each other."""
@@ -19,26 +22,30 @@ _START_S = 60.0
 _HERE = "127.0.0.1"
 
 
-def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> CheckResult:
-    """Join an all-reduce of `count` ranks at the address of rank 0, with NCCL on a GPU and gloo on "cpu"."""
+def all_reduce(rank: int, count: int, address: str, port: int, device: str, listening: set[str]) -> CheckResult:
+    """Join an all-reduce of `count` ranks at the address of rank 0, with NCCL on a GPU and gloo on "cpu".
+
+    `listening` receives the addresses at which this process listens meanwhile.
+    """
     import torch
     import torch.distributed as dist
+
+    from arpo_megatron.utils.stores import meet
 
     started = time.monotonic()
     backend = "gloo" if device == "cpu" else "nccl"
     try:
         if device != "cpu":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{address}:{port}",
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=MEETING_S),
-        )
+        if is_loopback(address):
+            os.environ.update(LOOPBACK_ENVIRONMENT)
+        timeout = timedelta(seconds=MEETING_S)
+        store = meet(rank, count, address, port, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         value = torch.ones(1, device=device)
         dist.all_reduce(value)  # NCCL connects only here
         total = value.item()
+        listening.update(host for host, _ in listening_addresses())
         dist.destroy_process_group()
     except Exception as error:
         text = f"{count} ranks did not meet at {address}: {' '.join(str(error).split())[:200]}"
@@ -50,8 +57,8 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str) -> C
     return ok("network", f"all-reduce over {count} rank(s) with {backend}, {time.monotonic() - started:.1f} s")
 
 
-def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
-    """Run one rank per GPU, or two on the CPU, and return the worst result."""
+def check_local_all_reduce(gpus: int, port: int, listening: set[str]) -> CheckResult:
+    """Run one rank per GPU, or two on the CPU, and return the worst result. `listening` is that of `all_reduce`."""
     count = gpus or 2
     command = [sys.executable, "-m", "arpo_megatron.launch.preflight.allreduce"]
     ranks = [
@@ -73,7 +80,9 @@ def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
     finally:
         for rank in ranks:
             rank.kill()
-    found = [CheckResult(**json.loads(text.splitlines()[-1])) for text in outputs if text]
+    answers = [json.loads(text.splitlines()[-1]) for text in outputs if text]
+    found = [CheckResult(**answer["result"]) for answer in answers]
+    listening.update(*(answer["listening"] for answer in answers))
     if len(found) < count:
         return failure(
             "network", f"{count - len(found)} of {count} ranks died in an all-reduce", "see the driver's log"
@@ -83,4 +92,6 @@ def check_local_all_reduce(gpus: int, port: int) -> CheckResult:
 
 if __name__ == "__main__":
     _rank, _count, _port = map(int, sys.argv[1:4])
-    print(json.dumps(asdict(all_reduce(_rank, _count, _HERE, _port, sys.argv[4]))))
+    _listening: set[str] = set()
+    _result = all_reduce(_rank, _count, _HERE, _port, sys.argv[4], _listening)
+    print(json.dumps({"result": asdict(_result), "listening": sorted(_listening)}))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
 from arpo_megatron.engine.admin import (
@@ -21,6 +21,7 @@ from arpo_megatron.engine.admin import (
     local_address,
 )
 from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
+from arpo_megatron.utils.stores import listen
 
 _POLL_INTERVAL_S = 0.0005
 _CLOSE_S = 5.0
@@ -133,7 +134,7 @@ class Broadcast:
         timeout = timedelta(seconds=self._requests.timeout_s)
         # Engines keep groups by name; a new name avoids the group that a crashed trainer left.
         self._name = f"arpo-weights-{time.time_ns()}"
-        store = TCPStore(address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = listen(address, 0, world_size, timeout)
         bodies, offset = [], 1
         for engine in self._engines:
             body = {
