@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
 from tests.tools_sandbox.helpers.services import python_pool, running, wait_until_gone
 from tools_sandbox.client import SandboxClient, ToolAnswer
 from tools_sandbox.config import Limits
+from tools_sandbox.python_tool.call_supervisor import CALL_NAME
 from tools_sandbox.python_tool.sessions import SessionStore
 
 RunCode = Callable[..., ToolAnswer]
@@ -55,8 +61,9 @@ open('note', 'w').write('kept')
 
 def test_large_state_does_not_reduce_memory_of_code() -> None:
     with python_pool(Limits(state_mb=64, memory_mb=256)) as run:
-        state = run("import os; kept = os.urandom(60 << 20)", keep_state=True).state
-        assert len(state) > 60 << 20
+        state = io.BytesIO()
+        assert run("import os; kept = os.urandom(60 << 20)", keep=state).has_state
+        assert len(state.getvalue()) > 60 << 20
         # The state is loaded into memory again, next to 120 MiB of the code.
         outcome = run("more = bytearray(120 << 20); len(kept) >> 20", state=state)
         assert (outcome.status, outcome.text) == ("ok", "60")
@@ -136,8 +143,8 @@ def test_forged_state_harms_only_its_session(session: tuple[RunCode, Any]) -> No
     assert forged.text == "1\n[the session is as it was before this call]"
     assert run("1", state="f/1").text == "1"
     # A valid header, which any code can write, but invalid content.
-    frame = "import hashlib, os, struct\nd = b'no pickle'"
-    frame += "\nos.write(3, struct.pack('!8sQ32s', b'session1', len(d), hashlib.sha256(d).digest()) + d); os._exit(0)"
+    frame = "import os, struct\nd = b'no pickle'"
+    frame += "\nos.write(3, struct.pack('!8sQQ', b'session2', len(d), 0) + d); os._exit(0)"
     run(frame, keep="f/3")
     assert run("1", state="f/3").text.splitlines()[-1].startswith("ValueError: the state of the session cannot be read")
     evil = "class E:\n    def __reduce__(self): return (open, ('/etc/shadow',))\ne = E()"
@@ -182,33 +189,47 @@ def test_schema_hides_state_arguments(session: tuple[RunCode, Any]) -> None:
     assert refused.endswith("It takes: code.")
 
 
+def write(store: SessionStore, trajectory: str, name: str, state: bytes) -> None:
+    with store.new() as file:
+        file.write(state)
+        store.keep(file, trajectory, name)
+
+
+def read(store: SessionStore, trajectory: str, name: str) -> bytes | None:
+    file = store.open(trajectory, name)
+    if file is None:
+        return None
+    with file:
+        return file.read()
+
+
 def test_state_removed_during_read_is_not_confused_with_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = SessionStore(tmp_path, 1)
-    store.write("t", "s", b"old")
-    store.write("t/0", "s", b"new")
+    write(store, "t", "s", b"old")
+    write(store, "t/0", "s", b"new")
 
     # A stub, since the moment between two system calls cannot be hit otherwise.
     def removed(path: Path) -> None:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "utime", removed)
-    assert store.read("t/0", "s") == b"new"
+    assert read(store, "t/0", "s") == b"new"
 
 
 def test_store_stays_bounded_and_keeps_recently_used_states(tmp_path: Path) -> None:
     store = SessionStore(tmp_path, 1)
     for number in range(40):
-        store.write("t", f"s{number}", bytes(100_000))
-        assert store.read("t", "s0") is not None
+        write(store, "t", f"s{number}", bytes(100_000))
+        assert read(store, "t", "s0") is not None
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
-    assert store.read("t", "s1") is None
-    assert store.read("t", "s39") == bytes(100_000)
+    assert read(store, "t", "s1") is None
+    assert read(store, "t", "s39") == bytes(100_000)
 
 
 def test_store_removes_no_file_of_others(tmp_path: Path) -> None:
-    SessionStore(tmp_path, 1).write("t", "s", b"first")
+    write(SessionStore(tmp_path, 1), "t", "s", b"first")
     folders = [tmp_path, *(path for path in tmp_path.iterdir() if path.is_dir())]
     others = [folder / "thesis.tex" for folder in folders]
     for path in others:
@@ -216,6 +237,43 @@ def test_store_removes_no_file_of_others(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
     store = SessionStore(tmp_path, 1)
     for number in range(30):
-        store.write("t", f"s{number}", bytes(100_000))
+        write(store, "t", f"s{number}", bytes(100_000))
     assert all(path.exists() for path in others)
-    assert store.read("t", "s29") == bytes(100_000)
+    assert read(store, "t", "s29") == bytes(100_000)
+
+
+def resident_mb(process: psutil.Process, kind: str) -> float:
+    """Return the memory that a process has ("VmRSS"), or the largest that it has had ("VmHWM"), in MB."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return int(fields[kind].split()[0]) / 1e3
+
+
+def test_states_are_held_neither_by_service_nor_by_supervisors(
+    start_service: Callable[..., Any], tmp_path: Path
+) -> None:
+    service = start_service({"python": {"session_dir": str(tmp_path)}, "limits": {"state_mb": 64}})
+    main = psutil.Process(service.process.pid)
+    write_and_wait = """
+import os, pickle, struct, time
+names = pickle.dumps({'kept': bytes(60 << 20)})
+rest = memoryview(struct.pack('!8sQQ', b'session2', len(names), 0) + names)
+while rest:
+    rest = rest[os.write(3, rest):]
+time.sleep(2)
+os._exit(0)
+"""
+    with SandboxClient(service.url) as client, ThreadPoolExecutor(1) as pool:
+        client.call("python", {"code": "1", "keep": "small"})
+        before_mb, supervisors_mb = resident_mb(main, "VmHWM"), [resident_mb(service.zygote(), "VmRSS")]
+        call = pool.submit(client.call, "python", {"code": write_and_wait, "keep": "large"})
+        while not call.done():
+            for each in service.calls():
+                with suppress(psutil.Error, OSError, KeyError):  # it has ended meanwhile
+                    if each.name() == CALL_NAME:
+                        supervisors_mb.append(resident_mb(each, "VmRSS"))
+            time.sleep(0.02)
+        assert call.result().text == ""
+        again = {"code": "len(kept)", "state": "large", "keep": "larger"}
+        assert client.call("python", again).text == f"{60 << 20}"
+    assert resident_mb(main, "VmHWM") - before_mb < 16
+    assert max(supervisors_mb) - supervisors_mb[0] < 16

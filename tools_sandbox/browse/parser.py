@@ -6,6 +6,7 @@ are bounded, and it ends with its call. Other pages, searches and the worker do 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import asdict
@@ -62,7 +63,7 @@ class PageParser:
         max_chars: longest beginning in characters, at most that of the configuration. If cancelled, end the process.
         Raises FetchFailed for a bad page, ToolBroken if no process can be started.
         """
-        state = pack_state({"page": asdict(page), "max_chars": max_chars})
+        state = io.BytesIO(pack_state({"page": asdict(page), "max_chars": max_chars}))
         try:
             outcome = await self._pool.run(_CODE, self._config.timeout_s, state=state)
         except (SandboxBroken, SandboxFull) as error:

@@ -16,15 +16,14 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.isolation import Isolation, end_tree, enter_supervisor
-from tools_sandbox.python_tool.protocol import HEADER, Outcome, Request, read_head
-from tools_sandbox.python_tool.state import is_complete_state
-from tools_sandbox.python_tool.streams import CapturedStream, broken, judge
+from tools_sandbox.python_tool.protocol import Outcome, Request, read_head
+from tools_sandbox.python_tool.streams import CapturedStream, StateStream, broken, judge
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.worker import Ends, run_init
@@ -45,10 +44,8 @@ class _Watched:
     connection: socket.socket
     status: int
     """Descriptor on which the init process reports the end of the worker."""
-    streams: dict[int, CapturedStream]
-    """Captured output by descriptor."""
-    state: int | None
-    """The descriptor in `streams` that carries the state of a session instead of output."""
+    streams: dict[int, CapturedStream | StateStream]
+    """Captured output and the state of the session, by descriptor."""
     watchdog: Watchdog
     counted_cpu_s: Callable[[], float]
     """Return the CPU time of the call as its control group counts it; 0 without one."""
@@ -123,24 +120,28 @@ def _run_call(
         _pass_on(connection, head, state_bytes, request_write, deadline)
         # A UTF-8 character has at most four bytes, so this is enough for the characters that are shown.
         limit_bytes = 4 * request.output_chars
-        streams = {out_read: CapturedStream(limit_bytes, tail=False), err_read: CapturedStream(limit_bytes, tail=True)}
-        streams[state_read] = state = CapturedStream(request.state_mb * _MIB + HEADER.size, tail=False)
+        out, err = CapturedStream(limit_bytes, tail=False), CapturedStream(limit_bytes, tail=True)
+        state = StateStream(connection, request.state_mb * _MIB)
+        streams: dict[int, CapturedStream | StateStream] = {out_read: out, err_read: err, state_read: state}
         measured = Watchdog(pid, preloaded_bytes, memory_bytes)
-        watched = _Watched(connection, status_read, streams, state_read, measured, counted_cpu_s, limits, deadline)
-        ended_by = _watch(watched, isolation.walls, request.output_mb)
+        watched = _Watched(connection, status_read, streams, measured, counted_cpu_s, limits, deadline)
+        try:
+            ended_by = _watch(watched, isolation.walls, request.output_mb)
+        except (ConnectionError, TimeoutError):  # a part of the state could not be passed on: the service has gone
+            ended_by = "cancelled"
         report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
     finally:
         end_tree(pid)
     if ended_by == "cancelled":
         return None
     # All writers have ended, so the pipes hold the rest of the output.
-    for descriptor, kept in streams.items():
-        while chunk := os.read(descriptor, _CHUNK):
-            kept.add(chunk)
-    outcome = judge(request, limits, ended_by, report, streams[out_read], streams[err_read])
-    # The state has its own stream. Nothing is kept of a call that was ended from outside.
-    complete = ended_by == "status" and report and is_complete_state(bytes(state.data))
-    return replace(outcome, state=bytes(state.data)) if complete else outcome
+    with contextlib.suppress(OSError):  # if the service has gone, it needs no outcome either
+        for descriptor, stream in streams.items():
+            while chunk := os.read(descriptor, _CHUNK):
+                stream.add(chunk)
+    outcome = judge(request, limits, ended_by, report, out, err)
+    # Nothing is kept of a call that was ended from outside.
+    return replace(outcome, has_state=ended_by == "status" and bool(report) and state.is_complete)
 
 
 def _pass_on(
@@ -162,10 +163,9 @@ def _pass_on(
 
 def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
     """Read output until something ends the call. Return what did: see `streams.judge`, or "cancelled"."""
-    streams, output_left = watched.streams, output_mb * _MIB
     next_look = time.monotonic() + watchdog.PERIOD_S
     with selectors.DefaultSelector() as selector:
-        for source in (watched.connection.fileno(), watched.status, *streams):
+        for source in (watched.connection.fileno(), watched.status, *watched.streams):
             selector.register(source, selectors.EVENT_READ)
         while (now := time.monotonic()) < watched.deadline:
             if now >= next_look:
@@ -177,17 +177,21 @@ def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
                     return "cancelled"
                 if key.fd == watched.status:
                     return "status"
-                chunk = os.read(key.fd, _CHUNK)
-                if chunk:
-                    streams[key.fd].add(chunk)
-                    output_left -= len(chunk) if key.fd != watched.state else 0
-                    if key.fd == watched.state and streams[key.fd].is_cut:
-                        return "state"
+                if chunk := os.read(key.fd, _CHUNK):
+                    watched.streams[key.fd].add(chunk)
                 else:
                     selector.unregister(key.fd)
-            if output_left < 0:
-                return "output"
+            if too_much := _excess(watched.streams.values(), output_mb):
+                return too_much
     return "deadline"
+
+
+def _excess(streams: Collection[CapturedStream | StateStream], output_mb: int) -> str:
+    """Return "state" or "output" if the call has written too much of it, or ""."""
+    if any(each.is_cut for each in streams if isinstance(each, StateStream)):
+        return "state"
+    output_bytes = sum(each.total_bytes for each in streams if isinstance(each, CapturedStream))
+    return "output" if output_bytes > output_mb * _MIB else ""
 
 
 def _broken_bound(watched: _Watched, walls: Walls) -> str:

@@ -8,17 +8,18 @@ import errno
 import heapq
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tools_sandbox.config import Limits, PythonConfig
-from tools_sandbox.python_tool.protocol import SLOT, THREAD_VARIABLES, Outcome, Request
+from tools_sandbox.python_tool.protocol import CHUNK, SLOT, THREAD_VARIABLES, Outcome, Request
 from tools_sandbox.python_tool.walls import Level, Walls, WorkerLimits
 from tools_sandbox.utils.temporary import TemporaryFolder
 
@@ -36,6 +37,8 @@ _RESTART_TIMEOUT_S = 15.0
 """Seconds that a call waits for a new zygote. A machine without free processes or memory may need a while to start
 one."""
 _MAX_PAUSE_S = 2.0
+_PART_BYTES = 1 << 20
+"""Part of a state that is read into memory at a time."""
 _OVERTIME_S = 10.0
 """Seconds beyond the time limit of a call, which its supervisor enforces, until the supervisor counts as broken."""
 
@@ -159,10 +162,13 @@ class PythonPool:
         control.setblocking(False)
         return control, message
 
-    async def run(self, code: str, timeout_s: float, *, state: bytes = b"", keep_state: bool = False) -> Outcome:
+    async def run(
+        self, code: str, timeout_s: float, *, state: BinaryIO | None = None, keep: BinaryIO | None = None
+    ) -> Outcome:
         """Run code in a fresh process for at most `timeout_s` seconds of wall-clock time, or the configured limit.
 
-        state: state of an earlier outcome that the code begins with. keep_state: return the state after the call.
+        state: file with the state that the code begins with. keep: empty file that receives the state after the call;
+        it is complete if the outcome `has_state`.
         Raises SandboxBroken if the sandbox failed twice, and SandboxFull. If the awaiting task is cancelled, so is the
         code.
         """
@@ -172,14 +178,13 @@ class PythonPool:
             time_s=min(timeout_s, limits.time_s),
             output_chars=limits.output_chars,
             output_mb=limits.output_mb,
-            state_mb=limits.state_mb if keep_state else 0,
-            state=state,
+            state_mb=0 if keep is None else limits.state_mb,
         )
         try:
-            return await self._attempt(request, self._take_ready() or await self._new_call())
+            return await self._attempt(request, self._take_ready() or await self._new_call(), state, keep)
         except SandboxBroken as error:
             log.warning("python tool: %s; trying once more", error)
-            return await self._attempt(request, await self._new_call())
+            return await self._attempt(request, await self._new_call(), state, keep)
 
     async def _new_call(self) -> _Call:
         """Let the zygote fork a call, which waits for its request."""
@@ -223,17 +228,19 @@ class PythonPool:
         while self._ready:
             self._release(self._ready.pop())
 
-    async def _attempt(self, request: Request, call: _Call) -> Outcome:
+    async def _attempt(self, request: Request, call: _Call, state: BinaryIO | None, keep: BinaryIO | None) -> Outcome:
         try:
             reader, writer = await asyncio.open_unix_connection(sock=call.connection)
             try:
-                writer.write(request.encode())
                 async with asyncio.timeout(request.time_s + _OVERTIME_S):
+                    await _send(writer, request, state)
+                    written = await _receive_state(reader, keep)
                     outcome = Outcome.decode(await reader.read(-1))
+                    outcome = replace(outcome, has_state=outcome.has_state and written)
             except asyncio.CancelledError:
                 await _end_call(reader, writer)
                 raise
-            except (OSError, ValueError) as error:  # TimeoutError is an OSError
+            except (OSError, ValueError, EOFError) as error:  # TimeoutError is an OSError
                 raise SandboxBroken(f"no outcome: {error!r}") from error
             finally:
                 writer.transport.abort()
@@ -327,6 +334,35 @@ async def _connected_pair() -> tuple[socket.socket, socket.socket]:
             if error.errno not in _SCARCE_ERRORS or time.monotonic() - began > _SCARCE_WAIT_S:
                 raise SandboxFull(f"no connection to a call could be made: {error}") from error
         await asyncio.sleep(_POLL_S)
+
+
+async def _send(writer: asyncio.StreamWriter, request: Request, state: BinaryIO | None) -> None:
+    """Send a request and its state, in parts. Raises OSError."""
+    if state is None:
+        writer.write(request.encode(0))
+        return
+    writer.write(request.encode(state.seek(0, os.SEEK_END)))
+    state.seek(0)
+    while part := await asyncio.to_thread(state.read, _PART_BYTES):
+        writer.write(part)
+        await writer.drain()
+
+
+async def _receive_state(reader: asyncio.StreamReader, keep: BinaryIO | None) -> bool:
+    """Write the state to a file as it arrives. Return whether it could be written. Raises OSError or EOFError."""
+    written = keep is not None
+    if keep is not None:
+        keep.seek(0)
+        keep.truncate()
+    while size := CHUNK.unpack(await reader.readexactly(CHUNK.size))[0]:
+        chunk = await reader.readexactly(size)
+        if keep is not None and written:
+            try:
+                await asyncio.to_thread(keep.write, chunk)
+            except OSError as error:  # the disk is full
+                log.warning("python tool: a state cannot be written: %s", error)
+                written = False
+    return written
 
 
 async def _end_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,8 @@
 """The protocol between service and supervisor: one request and one outcome over one socket per call.
 
-Each message is a header (two lengths), a JSON object, and the state of a session, which the service never opens.
+A request is a header (two lengths), a JSON object, and the state of a session. The answer is the state after the call
+in chunks, each after its length, then an empty chunk and the outcome as a JSON object. So neither side holds a whole
+state. The service never opens one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Any
 
 HEADER = struct.Struct("!IQ")
 """Length of the JSON object and length of the state, in bytes."""
+
+CHUNK = struct.Struct("!I")
+"""Length of the next part of the state after a call, in bytes; 0: the outcome follows."""
 
 SLOT = struct.Struct("!I")
 """Message to the zygote, sent with the call's socket: the call's slot, see `isolation.enter_supervisor`."""
@@ -37,9 +42,12 @@ class Request:
     state: bytes | bytearray = b""
     """State that the call begins with; empty: none."""
 
-    def encode(self) -> bytes:
-        """Return the whole message: lengths, fields as JSON, and the state."""
-        return _encode(asdict(self))
+    def encode(self, state_bytes: int) -> bytes:
+        """Return the message up to its state, which has `state_bytes` and is sent separately."""
+        values = asdict(self)
+        del values["state"]
+        body = _encode(values)
+        return HEADER.pack(len(body), state_bytes) + body
 
     @classmethod
     def decode(cls, head: bytes | bytearray, state: bytes | bytearray = b"") -> Request:
@@ -49,27 +57,22 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Status, text and final state of one call."""
+    """Status and text of one call."""
 
     status: str
     """"ok", "error" or "timeout", as in `ToolAnswer`; "broken": the sandbox itself failed; `text` has the reason."""
     text: str
-    state: bytes = b""
-    """State after the call, if the request asked for it and there is one."""
+    has_state: bool = False
+    """Whether the chunks before the outcome are a complete state."""
 
     def encode(self) -> bytes:
-        """Return the whole message: lengths, fields as JSON, and the state."""
-        return _encode(asdict(self))
+        """Return the end of the answer: an empty chunk, and the fields as JSON."""
+        return CHUNK.pack(0) + _encode(asdict(self))
 
     @classmethod
-    def decode(cls, message: bytes) -> Outcome:
-        """Return the outcome of a whole message. Raises ValueError if the supervisor ended before it was complete."""
-        if len(message) < HEADER.size:
-            raise ValueError("the supervisor of the call ended without an outcome")
-        if len(message) != HEADER.size + sum(HEADER.unpack_from(message)):
-            raise ValueError("the supervisor of the call ended while it wrote the outcome")
-        end = HEADER.size + HEADER.unpack_from(message)[0]
-        return cls(**json.loads(message[HEADER.size : end]), state=message[end:])
+    def decode(cls, body: bytes) -> Outcome:
+        """Return the outcome of a JSON object. Raises ValueError if the supervisor ended before it was complete."""
+        return cls(**json.loads(body))
 
 
 Read = Callable[[int], bytes]
@@ -94,8 +97,6 @@ def read_exactly(read: Read, size: int) -> bytearray:
     return parts
 
 
-def _encode(data: dict[str, Any]) -> bytes:
-    state: bytes = data.pop("state")
+def _encode(values: dict[str, Any]) -> bytes:
     # ASCII escapes also carry lone surrogates, which a model can write and UTF-8 cannot.
-    body = json.dumps(data).encode("ascii")
-    return HEADER.pack(len(body), len(state)) + body + state
+    return json.dumps(values).encode("ascii")

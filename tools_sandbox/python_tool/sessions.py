@@ -14,11 +14,14 @@ import asyncio
 import hashlib
 import os
 import re
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import BinaryIO
 
 from tools_sandbox.config import ConfigError
 from tools_sandbox.python_tool.pool import PythonPool
@@ -53,12 +56,12 @@ class SessionStore:
             raise ConfigError(f"python.session_dir: {folder}: {error.strerror}") from error
         self._used_bytes = self._clean()
 
-    def read(self, trajectory: str, name: str) -> bytes | None:
-        """Return the state that a trajectory, or one that it branched from, has kept under a name, or None."""
+    def open(self, trajectory: str, name: str) -> BinaryIO | None:
+        """Open the state that a trajectory, or one that it branched from, has kept. None: there is none."""
         for owner in _lineage(trajectory):
             path = self._path(owner, name)
             try:
-                state = path.read_bytes()
+                state = path.open("rb")
             except FileNotFoundError:
                 continue
             with suppress(FileNotFoundError):  # another service may have removed it just now
@@ -66,17 +69,21 @@ class SessionStore:
             return state
         return None
 
-    def write(self, trajectory: str, name: str, state: bytes) -> None:
-        """Keep a trajectory's state in place of its earlier one with that name. Raises OSError if the disk is full."""
-        descriptor, temporary = tempfile.mkstemp(dir=self._folder, prefix="new-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(state)
-            Path(temporary).replace(self._path(trajectory, name))
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        self._used_bytes += len(state)
+    @contextmanager
+    def new(self) -> Iterator[BinaryIO]:
+        """Yield an empty file for `keep`, and remove it if it was not kept. Raises OSError."""
+        path = self._folder / f"new-{secrets.token_hex(16)}"
+        with path.open("x+b") as file:
+            try:
+                yield file
+            finally:
+                path.unlink(missing_ok=True)
+
+    def keep(self, state: BinaryIO, trajectory: str, name: str) -> None:
+        """Keep a file of `new` as a trajectory's state, in place of its earlier one with that name. Raises OSError."""
+        state.flush()
+        Path(state.name).replace(self._path(trajectory, name))
+        self._used_bytes += state.tell()
         if self._used_bytes > self._limit_bytes:
             self._used_bytes = self._clean()
 
@@ -117,19 +124,42 @@ async def run_in_session(
 
     If a call is ended from outside (limit, crash), `keep` gets the state that the call began with; a note reports it.
     """
-    if store is None and (state or keep):
-        return Outcome("error", "This service has no sessions: python.session_dir is not set.")
-    begin: bytes | None = b""
-    if store is not None and state:
-        begin = await asyncio.to_thread(store.read, TRAJECTORY.get(), state)
-    if begin is None:
-        return Outcome("error", f'The state "{state[:100]}" is not here (any more).')
-    outcome = await pool.run(code, timeout_s, state=begin, keep_state=bool(keep))
-    if store is None or not keep:
-        return outcome
-    note = "" if outcome.state else "\n[the session is as it was before this call]"
-    try:
-        await asyncio.to_thread(store.write, TRAJECTORY.get(), keep, outcome.state or begin)
-    except OSError as error:
-        note = f"\n[the state could not be kept: {error.strerror}]"
-    return Outcome(outcome.status, (outcome.text + note).lstrip("\n"))
+    if store is None:
+        if state or keep:
+            return Outcome("error", "This service has no sessions: python.session_dir is not set.")
+        return await pool.run(code, timeout_s)
+    with ExitStack() as files:
+        begin = None
+        if state:
+            begin = await asyncio.to_thread(store.open, TRAJECTORY.get(), state)
+            if begin is None:
+                return Outcome("error", f'The state "{state[:100]}" is not here (any more).')
+            files.enter_context(begin)
+        if not keep:
+            return await pool.run(code, timeout_s, state=begin)
+        try:
+            kept = await asyncio.to_thread(files.enter_context, store.new())
+        except OSError as error:
+            outcome, note = await pool.run(code, timeout_s, state=begin), _not_kept(error)
+        else:
+            outcome = await pool.run(code, timeout_s, state=begin, keep=kept)
+            note = "" if outcome.has_state else "\n[the session is as it was before this call]"
+            try:
+                if not outcome.has_state:
+                    await asyncio.to_thread(_copy, begin, kept)
+                await asyncio.to_thread(store.keep, kept, TRAJECTORY.get(), keep)
+            except OSError as error:
+                note = _not_kept(error)
+        return Outcome(outcome.status, (outcome.text + note).lstrip("\n"))
+
+
+def _not_kept(error: OSError) -> str:
+    return f"\n[the state could not be kept: {error.strerror}]"
+
+
+def _copy(begin: BinaryIO | None, kept: BinaryIO) -> None:
+    kept.seek(0)
+    kept.truncate()
+    if begin is not None:
+        begin.seek(0)
+        shutil.copyfileobj(begin, kept)

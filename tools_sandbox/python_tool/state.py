@@ -7,7 +7,6 @@ bytes as its siblings, and no state is lost with a service or machine.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -18,9 +17,9 @@ from typing import Any
 
 import cloudpickle
 
-_HEADER = struct.Struct("!8sQ32s")
-"""Mark, length of the pickled names, SHA-256 of the rest: the names, and the files as a tar archive."""
-_MARK = b"session1"
+HEADER = struct.Struct("!8sQQ")
+"""Mark, then the lengths of the pickled names and of the files' tar archive, which follow."""
+_MARK = b"session2"
 _MIB = 1 << 20
 _NAMESPACE = "main"
 
@@ -66,29 +65,28 @@ def save_state(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
         print("[state not kept: its names could not be read again]")
         return
     files = _pack_files(limit_mb * _MIB)
-    size = _HEADER.size + len(content) + len(files)
+    size = HEADER.size + len(content) + len(files)
     if size > limit_mb * _MIB:
         print(f"[state not kept: it has {size} bytes, at most {limit_mb} MiB are kept]")
         return
-    digest = hashlib.sha256(content + files).digest()
-    rest = memoryview(_HEADER.pack(_MARK, len(content), digest) + content + files)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    for part in (HEADER.pack(_MARK, len(content), len(files)), content, files):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
 
 
 def pack_state(names: dict[str, Any]) -> bytes:
     """Return a state with names of plain values (numbers, text, bytes, containers) and without files."""
     content = pickle.dumps(names)
-    return _HEADER.pack(_MARK, len(content), hashlib.sha256(content).digest()) + content
+    return HEADER.pack(_MARK, len(content), 0) + content
 
 
-def is_complete_state(state: bytes) -> bool:
-    """Return whether the bytes are exactly one complete state. Its content is not opened."""
-    if len(state) < _HEADER.size:
+def is_complete_state(begin: bytes, total_bytes: int) -> bool:
+    """Return whether bytes with this beginning and number are exactly one state. Its content is not opened."""
+    if len(begin) < HEADER.size:
         return False
-    mark, size, digest = _HEADER.unpack_from(state)
-    rest = memoryview(state)[_HEADER.size :]
-    return bool(mark == _MARK and size <= len(rest) and hashlib.sha256(rest).digest() == digest)
+    mark, *sizes = HEADER.unpack_from(begin)
+    return bool(mark == _MARK and HEADER.size + sum(sizes) == total_bytes)
 
 
 def load_state(state: bytes | bytearray, names: dict[str, Any]) -> None:
@@ -100,8 +98,8 @@ def load_state(state: bytes | bytearray, names: dict[str, Any]) -> None:
 
 
 def _load(state: bytes | bytearray, names: dict[str, Any]) -> None:
-    _, size, _ = _HEADER.unpack_from(state)
-    content, files = state[_HEADER.size :][:size], state[_HEADER.size + size :]
+    _, size, _ = HEADER.unpack_from(state)
+    content, files = state[HEADER.size :][:size], state[HEADER.size + size :]
     if files:
         with tarfile.open(fileobj=io.BytesIO(files)) as archive:
             archive.extraction_filter = getattr(tarfile, "tar_filter", None)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from dataclasses import dataclass, field
 
-from tools_sandbox.python_tool.protocol import Outcome, Request
+from tools_sandbox.python_tool.protocol import CHUNK, Outcome, Request
+from tools_sandbox.python_tool.state import HEADER as STATE_HEADER
+from tools_sandbox.python_tool.state import is_complete_state
 from tools_sandbox.python_tool.walls import WorkerLimits
+
+_PASS_ON_S = 30.0
+"""Seconds for the service to take a part of a state."""
 
 
 @dataclass
@@ -44,6 +50,34 @@ class CapturedStream:
         if self.tail:
             return f"{note.format('last')}\n{text[-limit_chars:]}".rstrip("\n")
         return f"{text[:limit_chars]}\n{note.format('first')}"
+
+
+@dataclass
+class StateStream:
+    """The state of a session, which is passed on to the service as it arrives, up to a limit."""
+
+    connection: socket.socket
+    limit_bytes: int
+    total_bytes: int = 0
+    begin: bytes = b""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more has arrived than is passed on."""
+        return self.total_bytes > self.limit_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a whole state has been passed on."""
+        return not self.is_cut and is_complete_state(self.begin, self.total_bytes)
+
+    def add(self, chunk: bytes) -> None:
+        """Pass on the next bytes. Raises OSError if the service has gone, or takes nothing for a long time."""
+        self.total_bytes += len(chunk)
+        self.begin += chunk[: STATE_HEADER.size - len(self.begin)]
+        if not self.is_cut:
+            self.connection.settimeout(_PASS_ON_S)
+            self.connection.sendall(CHUNK.pack(len(chunk)) + chunk)
 
 
 def judge(

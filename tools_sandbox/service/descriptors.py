@@ -11,7 +11,7 @@ _MAX_LIMIT = 1 << 16
 _FOR_SERVICE = 64
 """Standard streams, the event loop, the files of the cache, and short-lived files."""
 _FOR_PYTHON_CALL = 4
-"""A pair of sockets and the state of a session. A process that waits for its code also has the pair."""
+"""A pair of sockets, and the states of a session before and after. A process that waits for its code has the pair."""
 _FOR_PROCESS = 4
 """A worker, including what its start takes."""
 _MIN_CONNECTIONS = 32
