@@ -40,9 +40,7 @@ class FlexPlan:
     """The call for one pack, or for the queries of one context-parallel rank."""
 
     queries: int
-    """Number of queries."""
     keys: int
-    """Number of keys."""
     mask: BlockMask | None
     """Block mask of padded lengths, on the device of the tensors; None without queries."""
     full_blocks: int

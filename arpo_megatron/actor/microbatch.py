@@ -47,7 +47,6 @@ class ContextShard:
     rank: int = 0
     """Index of this rank."""
     ranks: int = 1
-    """Number of ranks."""
     multiple_of: int = 1
     """Each rank pads its tokens to a multiple of this number."""
     cost: CostModel = TYPICAL_COST

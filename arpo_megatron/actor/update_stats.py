@@ -72,7 +72,6 @@ class UpdateStats:
     """Statistics of one optimizer update. Means are over target tokens; a shared token counts once."""
 
     loss: float
-    """Loss of the whole batch."""
     loss_policy: float
     """Policy (or supervised) part of the loss."""
     loss_kl: float
@@ -92,7 +91,6 @@ class UpdateStats:
     ratio_max: float
     """Largest ratio of new to old probability."""
     ratio_mean: float
-    """Mean ratio."""
     ratio_p01: float
     """1 % quantile of the ratio, to one bin of the histogram (0.125 nats)."""
     ratio_p50: float

@@ -90,7 +90,6 @@ class TrainingProgress:
     step: int = 0
     """Finished steps."""
     steps: int = 1
-    """Steps of the whole run."""
     entropy: float | None = None
     """Mean over the finished steps of the policy's mean entropy in nats, with a shared token counted once; None before
     the first."""

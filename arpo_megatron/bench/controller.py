@@ -12,26 +12,25 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.pools import GROUP, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.expert_routes import ExpertRouteRequest
-from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tree import Int32Array, Role
+from arpo_megatron.tree import Role
 
 SIZES = (2048, 8192, 32768)
 """Trajectories in flight from the start; forks add to them."""
@@ -50,48 +49,24 @@ class SimulatedEngine(EngineClient):
     def __init__(self, call: int) -> None:
         super().__init__("http://nowhere.invalid")
         self._call = call  # the token of a whole tool call
-        self.most_in_flight = self._in_flight = 0
+        self.most_in_flight = 0
 
-    async def generate(
-        self,
-        input_ids: Sequence[int] | Int32Array,
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop: Sequence[str] = (),
-        key: str = "",
-        routes: ExpertRouteRequest | None = None,
-        ready: Callable[[], Awaitable[None]] | None = None,
-        on_retry: Callable[[], None] = lambda: None,
-    ) -> Generation:
-        """Return `SEGMENT` tokens that end with a call, or fewer tokens if the limit is lower."""
-        self._in_flight += 1
+    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """Answer with `SEGMENT` tokens that end with a call, or fewer tokens if the limit is lower."""
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        if ready is not None:
-            await ready()
-        await asyncio.sleep(ANSWER_S)
-        self._in_flight -= 1
-        count = min(max_new_tokens, SEGMENT)
+        count = min(body["sampling_params"]["max_new_tokens"], SEGMENT)
+        if count:  # not a prefill
+            await asyncio.sleep(ANSWER_S)
         called = count == SEGMENT
-        ids = np.full(count, 20, np.int32)
-        if called:
-            ids[-1] = self._call
-        return Generation(
-            token_ids=ids,
-            logprobs=np.full(count, -1.0, np.float32),
-            entropies=np.full(count, 1.0, np.float32),
-            finish=EngineFinish.STOP_STRING if called else EngineFinish.LENGTH,
-            matched="</python>" if called else None,
-            prompt_tokens=len(input_ids),
-            cached_tokens=len(input_ids) - 1,
-            weight_version=0,
-        )
-
-    async def prefill(
-        self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_retry: Callable[[], None] = lambda: None
-    ) -> tuple[int, int]:
-        """Return the number of prompt tokens and 0 cached ones, without a request."""
-        return len(input_ids), 0
+        prompt = len(body["input_ids"])
+        meta = {
+            "prompt_tokens": prompt,
+            "cached_tokens": prompt - 1 if count else 0,
+            "output_token_logprobs": [(-1.0,)] * count,
+            META_KEY: [1.0] * count,
+            "finish_reason": {"type": "stop", "matched": "</python>"} if called else {"type": "length"},
+        }
+        return {"output_ids": [20] * (count - 1) + [self._call if called else 20], "meta_info": meta}
 
 
 @dataclass(frozen=True, slots=True)

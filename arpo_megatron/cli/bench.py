@@ -63,22 +63,6 @@ def rollout(
 
 
 @app.command()
-def load(
-    gigabytes: Annotated[float, typer.Option(min=0.1, help="Size of the random model, in 10^9 bytes.")] = 1.0,
-    tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 2,
-    pipeline: Annotated[int, typer.Option(min=1, help="Number of pipeline stages.")] = 1,
-    directory: Annotated[
-        Path | None, typer.Option(help="Directory with room for twice the weights; default: the temporary directory.")
-    ] = None,
-) -> None:
-    """Measure the memory per rank of loading and exporting a model: its shard plus at most two largest tensors."""
-    os.environ.update(CPU_ENVIRONMENT)
-    from arpo_megatron.bench.load import bench_load
-
-    _answer("load", bench_load(gigabytes, tensor, pipeline, directory))
-
-
-@app.command()
 def sync(
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the random model, in 10^6 bytes.")] = 600,
     tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the trainer.")] = 1,

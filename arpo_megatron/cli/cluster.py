@@ -61,10 +61,7 @@ def submit(
 @app.command()
 def resume(
     run: Run,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides: train.steps, parallel.*, engine.*, ..."),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(help="Cluster profile to submit with; default: the profile of the last submission."),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from arpo_megatron.cli.options import Overrides
 from arpo_megatron.evaluation.prompts import Tools
 
 app = typer.Typer()
@@ -23,10 +24,6 @@ Target = Annotated[
         help="Run directory, Hugging Face directory or URL of an OpenAI-compatible server; `oracle` and `wrong` give "
         "known answers, to check scorers and files.",
     ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, e.g. evaluation.temperature=0 engine.replicas=2"),
 ]
 Suite = Annotated[
     str | None,
@@ -83,25 +80,11 @@ def evaluate(
 
     After an interruption, the same command continues. The last line of standard output is a JSON object.
     """
+    options = locals()
     from arpo_megatron.evaluation.run import EvalRequest
     from arpo_megatron.evaluation.run import evaluate as run
 
-    request = EvalRequest(
-        target=target,
-        suite=suite,
-        k=k,
-        attempts=attempts,
-        tools=tools,
-        data=data,
-        skip_missing=skip_missing,
-        tasks=tasks,
-        model=model,
-        out=out,
-        train_data=train_data,
-        system_prompt=system_prompt,
-        overrides=tuple(overrides or ()),
-    )
-    print(json.dumps(run(request, _log)), flush=True)
+    print(json.dumps(run(EvalRequest(**options), _log)), flush=True)
 
 
 @app.command("eval-report")

@@ -130,7 +130,6 @@ def export(
 @app.command("replay-pack")
 def replay_pack(
     file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
-    run: Annotated[Path | None, typer.Option(help="Run directory; default: the one that contains the file.")] = None,
 ) -> None:
     """Compute a skipped update again and report which of its quantities are not finite.
 
@@ -138,7 +137,7 @@ def replay_pack(
     """
     from arpo_megatron.launch.job import replay_skipped_update
 
-    print(replay_skipped_update(_open_run(run or file.resolve().parent.parent), file), end="", flush=True)
+    print(replay_skipped_update(_open_run(file.resolve().parent.parent), file), end="", flush=True)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from arpo_megatron.cli.options import Overrides
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -20,10 +21,7 @@ def _study_command(name: str, text: str) -> None:
 
     @app.command(name, help=text)
     def study(
-        overrides: Annotated[
-            list[str] | None,
-            typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of every run, e.g. train.steps=20"),
-        ] = None,
+        overrides: Overrides = None,
         seeds: Annotated[
             int | None, typer.Option(min=1, help="Seeds, from 1 on; default: 5 (efficiency), 3 (ablation).")
         ] = None,
@@ -35,7 +33,41 @@ def _study_command(name: str, text: str) -> None:
         ] = None,
         only: Annotated[str | None, typer.Option(metavar="ARM[,ARM]", help="Only these arms.")] = None,
     ) -> None:
-        _study(name, overrides or [], seeds, jobs, out, report, only)
+        from dataclasses import replace
+
+        from arpo_megatron.jobs.run_directory import RUNS
+        from arpo_megatron.monitor.progress import Progress
+        from arpo_megatron.studies.designs import DESIGNS
+        from arpo_megatron.studies.plot import check_can_draw
+        from arpo_megatron.studies.report import StudyResults, write_report
+        from arpo_megatron.studies.results import collect
+        from arpo_megatron.studies.runner import StudyRunner
+        from arpo_megatron.studies.runs import check_runs, plan_runs
+
+        check_can_draw()
+        design = DESIGNS[name]
+        overrides = overrides or []
+        if only is not None:
+            arms = only.split(",")
+            if unknown := [arm for arm in arms if arm not in design.arms]:
+                raise UserError(f"--only {only}: {name} has no arm {unknown[0]!r}; arms: {', '.join(design.arms)}")
+            design = replace(design, arms=tuple(arm for arm in design.arms if arm in arms))
+        directory = (out or RUNS / f"study-{name}").absolute()
+        runs = plan_runs(design, directory, seeds or design.seeds, overrides)
+        check_runs(runs)
+        directory.mkdir(parents=True, exist_ok=True)
+        with Progress() as progress:
+            runner = StudyRunner(runs, directory, jobs, progress)
+            runner.run()
+        options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
+        command = " ".join(["arpo study", name, *map(shlex.quote, overrides), *options])
+        try:
+            results = StudyResults.select(design, collect(runs), command, sorted({run.seed for run in runs}))
+            for path in write_report(results, report or directory / "report"):
+                print(path)
+            sys.stdout.flush()
+        finally:
+            runner.check()  # after the report: a failed run does not withhold the report of complete seeds
 
 
 _study_command(
@@ -63,50 +95,6 @@ def entropy(
         if not (path / "config.yaml").is_file():
             raise UserError(f"{path} is not a run directory (no config.yaml there)")
     rows = entropies.collect([RunDirectory(path) for path in runs])
-    for path in entropies.write_report(rows, out, made_by(entropies.command(runs, out))):
+    command = shlex.join(["arpo", "study", "entropy", *map(str, runs), "--out", str(out)])
+    for path in entropies.write_report(rows, out, made_by(command)):
         print(path)
-
-
-def _study(
-    name: str,
-    overrides: list[str],
-    seeds: int | None,
-    jobs: int,
-    out: Path | None,
-    report: Path | None,
-    only: str | None,
-) -> None:
-    from dataclasses import replace
-
-    from arpo_megatron.jobs.run_directory import RUNS
-    from arpo_megatron.monitor.progress import Progress
-    from arpo_megatron.studies.designs import DESIGNS
-    from arpo_megatron.studies.plot import check_can_draw
-    from arpo_megatron.studies.report import StudyResults, write_report
-    from arpo_megatron.studies.results import collect
-    from arpo_megatron.studies.runner import StudyRunner
-    from arpo_megatron.studies.runs import check_runs, plan_runs
-
-    check_can_draw()
-    design = DESIGNS[name]
-    if only is not None:
-        arms = only.split(",")
-        if unknown := [arm for arm in arms if arm not in design.arms]:
-            raise UserError(f"--only {only}: {name} has no arm {unknown[0]!r}; arms: {', '.join(design.arms)}")
-        design = replace(design, arms=tuple(arm for arm in design.arms if arm in arms))
-    directory = (out or RUNS / f"study-{name}").absolute()
-    runs = plan_runs(design, directory, seeds or design.seeds, overrides)
-    check_runs(runs)
-    directory.mkdir(parents=True, exist_ok=True)
-    with Progress() as progress:
-        runner = StudyRunner(runs, directory, jobs, progress)
-        runner.run()
-    options = [f"--seeds {seeds or design.seeds}", f"--jobs {jobs}", *([] if only is None else [f"--only {only}"])]
-    command = " ".join(["arpo study", name, *map(shlex.quote, overrides), *options])
-    try:
-        results = StudyResults.select(design, collect(runs), command, sorted({run.seed for run in runs}))
-        for path in write_report(results, report or directory / "report"):
-            print(path)
-        sys.stdout.flush()
-    finally:
-        runner.check()  # after the report: a failed run does not withhold the report of complete seeds

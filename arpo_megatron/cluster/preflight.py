@@ -55,7 +55,6 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
     Raises:
         UserError: a check failed; the message has the check, its node and the fix.
         SilentNodeError: a node did not report, and no other check failed.
-        SilentNodeError: a node did not report, and nothing else has failed.
     """
     folder, token = backend.run.doctor, secrets.token_hex(8)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,6 @@
 """Commands for submitted runs: find one by name, and print its status, logs and health, or cancel it."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.code_snapshot import ROOT
 from arpo_megatron.cluster.profile import load_profile, profile_names
 from arpo_megatron.cluster.ssh import cluster_hint, login_node
 from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
@@ -226,35 +223,11 @@ def _follow(run: RunDirectory, role: str, path: Path, start: int, end: _EndOfJob
 
 
 def print_health(run: RunDirectory) -> None:
-    """Print the health of a running job, from a step on the supervisor's node, because it only listens there.
-
-    Raises:
-        UserError: the run has no running job, or the job does not publish its health yet.
-    """
+    """Print the health of a running job. Raises UserError if the run has none, or it has no services yet."""
     state = newest_state(run)
     if state is None or state.state != "RUNNING":
         raise UserError(f"{run.path.name} has no running job: arpo status {address(run)}")
-    if os.environ.get("SLURM_JOB_ID") == state.id:
-        return health.print_health(run)
-    first = slurm.allocated_nodes(state.nodes)[0].name
-    python = load_profile(str(run.cluster)).python or sys.executable
-    step = ["srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={first}", "--quiet"]
-    try:
-        done = subprocess.run(
-            [*step, f"--chdir={ROOT}", str(python), "-m", "arpo_megatron", "health", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=slurm.TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"a step on {first} did not answer for {slurm.TIMEOUT_S:g} s: it is lost or busy") from None
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("arpo: ")] or done.stderr.splitlines()
-        raise UserError(errors[0].removeprefix("arpo: ") if errors else f"cannot start a step on {first}")
-    print(done.stdout, end="")
-    return None
+    health.print_health(run)
 
 
 def cancel(run: RunDirectory) -> None:

@@ -38,8 +38,8 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import run_sft_phase, run_training_phases, show_progress
-from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.job import hold_run, run_sft_phase, run_training_phases
+from arpo_megatron.launch.services import Job
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.ports import free_ports
@@ -134,20 +134,20 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
     _read_secrets(backend.profile)
-    with run.locked(), show_progress(run) as (progress, poll), backend.prepared(), Supervisor(run.logs) as supervisor:
-        run.remove_partial()  # left by a kill -9
+    with backend.prepared(), hold_run(config, run, backend) as job:
+        progress = job.progress
         signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signals.receive)
         for early in warned:
             signals.receive(early)
-        supervisor.checks.append(signals.handle)
+        job.supervisor.checks.append(signals.handle)
         progress.note(f"job {backend.job_id} on {', '.join(node.name for node in backend.nodes)}")
         for line in backend.layout.describe():
             progress.note(line)
         try:
-            _wait_for_old_kills(backend, supervisor, progress)
-            _phases(config, run, backend, supervisor, progress, poll)
+            _wait_for_old_kills(job, backend)
+            _phases(job, backend)
         except (ProcessDiedError, SilentNodeError) as error:
             if not signals.term:
                 raise
@@ -155,30 +155,23 @@ def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Se
             raise Interrupted from None
 
 
-def _phases(
-    config: JobConfig,
-    run: RunDirectory,
-    backend: SlurmBackend,
-    supervisor: Supervisor,
-    progress: Progress,
-    poll: Callable[[], None],
-) -> None:
-    progress.phase("doctor")
+def _phases(job: Job, backend: SlurmBackend) -> None:
+    job.progress.phase("doctor")
     (port,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
-    examine_nodes(backend, supervisor, port, poll)
-    progress.phase("prepare")
-    command = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(run.path)])
+    examine_nodes(backend, job.supervisor, port, job.show_events)
+    job.progress.phase("prepare")
+    command = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(job.run.path)])
     step = backend.step("prepare", backend.nodes[:1], 1, command)
-    supervisor.wait(supervisor.start("prepare", step), poll=poll)
-    if config.sft_only:
-        run_sft_phase(config, run, supervisor, progress, poll, backend)
+    job.supervisor.wait(job.supervisor.start("prepare", step), poll=job.show_events)
+    if job.config.sft_only:
+        run_sft_phase(job)
     else:
-        run_training_phases(config, run, supervisor, progress, poll, backend)
-    progress.note(f"exported to {run.sft_model if config.sft_only else run.export}")
-    progress.note(f"to see this run: arpo view {run.path}")
+        run_training_phases(job)
+    job.progress.note(f"exported to {job.run.sft_model if job.config.sft_only else job.run.export}")
+    job.progress.note(f"to see this run: arpo view {job.run.path}")
 
 
-def _wait_for_old_kills(backend: SlurmBackend, supervisor: Supervisor, progress: Progress) -> None:
+def _wait_for_old_kills(job: Job, backend: SlurmBackend) -> None:
     """After a requeue, wait until Slurm has delivered the kills of the job's previous run.
 
     Slurm repeats the kill of a step until its node answers, even if the node was lost and the job requeued. Step
@@ -192,9 +185,9 @@ def _wait_for_old_kills(backend: SlurmBackend, supervisor: Supervisor, progress:
         reported = False
         while (pending := names & slurm.nodes_with_pending_kills()) and time.monotonic() < deadline:
             if not reported:
-                progress.note(f"waiting until Slurm has ended earlier steps on {', '.join(sorted(pending))}")
+                job.progress.note(f"waiting until Slurm has ended earlier steps on {', '.join(sorted(pending))}")
             reported = True
-            supervisor.check()
+            job.supervisor.check()
             time.sleep(_REPEATED_INTERVAL_S)
 
 

@@ -82,7 +82,6 @@ class TrainingQuestions:
     texts: Sequence[str]
     """At least one question."""
     rows: int
-    """Number of rows in the file."""
     unread: Sequence[tuple[int, str]]
     """Rows without a question: number from 0, and the reason."""
 

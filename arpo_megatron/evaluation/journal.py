@@ -7,18 +7,15 @@ A torn last line is cut off when an evaluation resumes. At the end, `records.par
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.utils.atomic import atomic_write
-from arpo_megatron.utils.text import whole_characters
 
 _ANSWER = "to_judge"
 """Key of a line with an unjudged answer."""
-_MAX_COUNT = 2**31 - 1
-"""Largest value of an int32 column."""
 
 
 class Outcome(StrEnum):
@@ -73,7 +70,6 @@ class Attempt:
     tool_errors: int
     """Calls whose status is not "ok"."""
     model_tokens: int
-    """Sampled tokens."""
     tool_tokens: int
     """Tokens of tool results."""
     seconds: float
@@ -158,25 +154,9 @@ def write_records(path: Path, attempts: Sequence[Attempt]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {
-        "int": pa.int32(),
-        "float": pa.float64(),
-        "bool": pa.bool_(),
-        "tuple[str, ...]": pa.list_(pa.string()),
-    }
-    # Annotations are strings or types.
-    names = {field.name: getattr(field.type, "__name__", str(field.type)) for field in fields(Attempt)}
-    names["expected"] = "tuple[str, ...]"
-    schema = pa.schema({name: kinds.get(kind, pa.string()) for name, kind in names.items()})
-    table = pa.Table.from_pylist([asdict(each) for each in attempts], schema=schema)
     with atomic_write(path) as partial:
-        pq.write_table(table, partial, compression="zstd")
+        pq.write_table(pa.Table.from_pylist([asdict(each) for each in attempts]), partial, compression="zstd")
 
 
 def _attempt(row: dict[str, Any]) -> Attempt:
-    """Parse a line. Lone surrogates and impossible counts of a server are replaced, as Parquet cannot store them."""
-    row = {name: whole_characters(value) if isinstance(value, str) else value for name, value in row.items()}
-    row |= {name: row[name] if 0 <= row[name] <= _MAX_COUNT else 0 for name in ("model_tokens", "tool_tokens")}
-    row["expected"] = tuple(map(whole_characters, row["expected"]))
-    row["outcome"] = Outcome(row["outcome"])
-    return Attempt(**row)
+    return Attempt(**row | {"expected": tuple(row["expected"]), "outcome": Outcome(row["outcome"])})

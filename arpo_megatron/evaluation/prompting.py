@@ -37,7 +37,6 @@ class PromptedQuestions:
     data: JobData = field(default_factory=lambda: JobData((), ()))
     """Data that the tool service serves."""
     notes: Sequence[str] = ()
-    """Notes for the report."""
 
 
 def prompt_held_out(target: EvalTarget, config: JobConfig, reward: Reward, tasks: int | None) -> PromptedQuestions:

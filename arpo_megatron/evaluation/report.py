@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS, HELD_OUT, SUITES
 from arpo_megatron.evaluation.journal import TRANSIENT
 from arpo_megatron.evaluation.published import ROWS
+from arpo_megatron.utils.text import markdown
 
 SUMMARY = "summary.json"
 """File with an `EvalResult`."""
@@ -138,4 +137,4 @@ def _details(each: EvalResult) -> str:
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"**{caption}**\n\n{tabulate(rows, headers=columns, tablefmt='github', disable_numparse=True)}\n"
+    return f"**{caption}**\n\n{markdown(columns, rows)}\n"

@@ -25,7 +25,6 @@ class AgentResponse:
     tool_errors: int = 0
     """Calls whose status is not "ok"."""
     model_tokens: int = 0
-    """Sampled tokens."""
     tool_tokens: int = 0
     """Tokens of tool results."""
     seconds: float = 0.0

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class EvalRequest:
     out: Path | None = None
     train_data: Path | None = None
     system_prompt: Path | None = None
-    overrides: Sequence[str] = field(default_factory=tuple)
+    overrides: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ class _Evaluation:
     """Benchmarks without a file."""
     config: JobConfig
     attempts: int
-    """Attempts per question."""
     system: str | None
     """System prompt; None for the default."""
     out: RunDirectory
@@ -117,7 +116,7 @@ def _resolve(request: EvalRequest, log: Log) -> _Evaluation:
     tools = request.tools or (Tools.PROMPT if target.kind is TargetKind.SERVER else Tools.TRAINED)
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _test_sets(request, target, suite)
-    config = eval_config(target, benchmarks, tools, list(request.overrides))
+    config = eval_config(target, benchmarks, tools, list(request.overrides or ()))
     if target.kind is TargetKind.SERVER and request.model is None:
         from arpo_megatron.evaluation.agents.server import served_model
 
@@ -230,7 +229,7 @@ def _answer(evaluation: _Evaluation, prompted: PromptedQuestions, journal: Journ
 def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Agent]:
     """Start the services of an agent, and yield it."""
     from arpo_megatron.jobs.inputs import write_tool_files
-    from arpo_megatron.launch.services import services, tool_service
+    from arpo_megatron.launch.services import Job, services, tool_service
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
     target, config, out, tools = evaluation.target, evaluation.config, evaluation.out, evaluation.tools
@@ -245,13 +244,13 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
             if tools is Tools.NONE:
                 yield ServerAgent(target.url, target.name, config, tools, None, log=evaluation.log)
                 return
-            with tool_service(config, out, supervisor) as (sandbox_url, token):
+            with tool_service(Job(config, out, supervisor)) as (sandbox_url, token):
                 yield ServerAgent(target.url, target.name, config, tools, sandbox_url, token, evaluation.log)
             return
         from arpo_megatron.evaluation.agents.engine import EngineAgent
 
         assert target.model is not None and prompted.decode is not None
-        with services(config, out, supervisor, target.model) as ready:
+        with services(Job(config, out, supervisor), target.model) as ready:
             rollouts = connect_rollouts(config, target.model, ready)
             try:
                 yield EngineAgent(rollouts, config, evaluation.attempts, prompted.decode, supervisor.check)

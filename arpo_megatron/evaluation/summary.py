@@ -19,9 +19,7 @@ class EvalSummary:
     metric: str
     """Meaning of a score: "math", "f1", "judge", or the name of a run's reward."""
     tasks: int
-    """Number of questions."""
     attempts: int
-    """Attempts per question."""
     not_answered: int
     """Attempts without a response."""
     success: float
@@ -37,9 +35,7 @@ class EvalSummary:
     format_ok: float
     """Share of attempts in the requested format."""
     tool_calls: int
-    """Calls of all attempts."""
     tool_calls_per_attempt: float
-    """Mean calls per attempt."""
     tool_errors: int
     """Calls whose status is not "ok"."""
     model_tokens_per_attempt: float

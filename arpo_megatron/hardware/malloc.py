@@ -9,8 +9,8 @@ def keep() -> None:
     """Keep freed blocks for reuse, because the kernel must clear the pages of a block that was returned.
 
     An update of some thousand tokens took about 10 % less time on two cores. Blocks of 32 MiB and more (glibc's largest
-    threshold) are still returned, because holes of that size in the heap would exceed the memory that `arpo bench load`
-    checks. Other C libraries are not changed.
+    threshold) are still returned, because holes of that size in the heap would exceed the memory that loading and
+    exporting may take. Other C libraries are not changed.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -25,7 +25,6 @@ class Hardware:
     fp8: bool
     """Whether the GPU has FP8 products."""
     gpus: int
-    """GPUs per node."""
     link: float
     """Speed from a GPU to the others of its node."""
     network: float

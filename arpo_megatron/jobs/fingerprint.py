@@ -1,4 +1,4 @@
-"""Fingerprint of a run's inputs, so that a resume notices files that changed, and a replay the dump of another run.
+"""Fingerprint of a run's inputs, so that a resume notices files that changed.
 
 The config has the paths of files. `inputs.json` has their content: the model's spec, digests of its tokenizer and data,
 and a digest of samples of its weights.
@@ -6,14 +6,13 @@ and a digest of samples of its weights.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory, fixed_part, start_model
+from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import write_json
 
@@ -50,11 +49,6 @@ def check_model(config: JobConfig, run: RunDirectory) -> None:
             )
 
 
-def fingerprint(config: JobConfig, spec: ModelSpec) -> dict[str, str]:
-    """Return digests of the model's spec and of the config values that a resumed run cannot change."""
-    return {"model": _digest_of(asdict(spec)), "config": _digest_of(fixed_part(config))}
-
-
 _NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}
 _FIX = "restore it, or start a new run"
 
@@ -84,7 +78,3 @@ def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

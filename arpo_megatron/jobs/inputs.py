@@ -39,7 +39,6 @@ class JobData:
     """Training and held-out tasks of a job, with the facts that its search tool finds."""
 
     train: Sequence[Task]
-    """Tasks to train on."""
     held_out: Sequence[Task]
     """Tasks to evaluate on; never trained."""
     facts: Mapping[str, str] = field(default_factory=dict)

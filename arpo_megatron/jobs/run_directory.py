@@ -146,7 +146,7 @@ class RunDirectory:
 
     @property
     def health(self) -> Path:
-        """Address of the health page (JSON); exists while the job's services run."""
+        """Health of all processes (JSON); exists while the job's services run."""
         return self.path / "health.json"
 
     @property

@@ -12,7 +12,7 @@ from arpo_megatron.engine.launch import SCRATCH_PREFIX
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.service_spec import ServiceSpec
-from tools_sandbox.utils.temporary import TemporaryFolder
+from arpo_megatron.utils.temporary import TemporaryFolder
 
 
 class Backend(Protocol):

@@ -11,9 +11,8 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import open_run, run_job_phases, show_progress
-from arpo_megatron.launch.services import services
-from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.job import open_job, run_job_phases
+from arpo_megatron.launch.services import Job, services
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.monitor.tree_store import rank_for_display, read_trees, step_file, stored_steps
 from arpo_megatron.monitor.tree_view import render_tree
@@ -34,15 +33,12 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
         ProcessDiedError: a process of the job died; the message names its log.
     """
     started = time.monotonic()
-    with (
-        open_run(config, resume=resume) as run,
-        show_progress(run) as (progress, poll),
-        Supervisor(run.logs) as supervisor,
-    ):
-        run_job_phases(config, run, supervisor, progress, poll)
+    with open_job(config, resume=resume) as job:
+        run, progress = job.run, job.progress
+        run_job_phases(job)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
-        task, tree = _answer_one(config, run, supervisor, tokenizer)
+        task, tree = _answer_one(job, tokenizer)
         gap = _transformers_gap(run, tree.trajectory(tree.leaves()[0]))
         progress.note(f"transformers and SGLang agree on the export: log-probs differ by {gap:.1e} nats at most")
         _show(progress, tokenizer, task, tree)
@@ -50,14 +46,13 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     return _figures(run, time.monotonic() - started)
 
 
-def _answer_one(
-    config: JobConfig, run: RunDirectory, supervisor: Supervisor, tokenizer: "PreTrainedTokenizerFast"
-) -> tuple[Task, RolloutTree]:
+def _answer_one(job: Job, tokenizer: "PreTrainedTokenizerFast") -> tuple[Task, RolloutTree]:
     """Answer one held-out question greedily with the exported model, through a new engine and the tools."""
+    config, run = job.config, job.run
     held_out = load_data(config, tokenizer).held_out
     # Tasks of the kind "two" need both tools.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
-    with services(config, run, supervisor, run.export) as ready:
+    with services(job, run.export) as ready:
         rollouts = connect_rollouts(config, run.export, ready)
         try:
             settings = RolloutSettings.evaluation(config, temperature=0.0)
@@ -66,7 +61,7 @@ def _answer_one(
                 step=config.train.steps,
                 version=0,
                 settings=settings,
-                progress=lambda _progress: supervisor.check(),
+                progress=lambda _progress: job.supervisor.check(),
             )
         finally:
             rollouts.close()

@@ -1,21 +1,16 @@
-"""The health page of a running job, and `arpo health RUN_DIR`, which prints it.
+"""The health of a running job: RUN_DIR/health.json, which `arpo health RUN` prints.
 
-RUN_DIR/health.json holds the page's address while the job has services: `url` (HTML), `url`/health.json (the same as
-JSON). The page listens on 127.0.0.1 only.
+The supervisor writes the file at every change and removes it with the last service.
 """
 
-import html
 import json
 import os
-import threading
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import requests
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +19,6 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import write_json
 
 COLUMNS = ("process", "state", "for", "pid", "restarts", "last error", "address", "log")
-_READ_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,76 +55,33 @@ class ServiceHealth:
         )
 
 
-class HealthPage:
-    """Serve the health of all processes as HTML and as JSON, on 127.0.0.1, from a thread.
-
-    Args:
-        address: JSON file that gets the page's URL.
-        read: returns the health of all processes.
-    """
-
-    def __init__(self, address: Path, read: Callable[[], Sequence[ServiceHealth]]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                as_json = self.path == "/health.json"
-                body = (_json_page(read()) if as_json else _html_page(read())).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json" if as_json else "text/html; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._address = address
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="health page", daemon=True).start()
-        write_json(address, {"url": f"http://127.0.0.1:{self._server.server_port}", "pid": os.getpid()})
-
-    def close(self) -> None:
-        """Remove the address file and stop the web server."""
-        self._address.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
+def write_health(path: Path, processes: Sequence[ServiceHealth]) -> None:
+    """Write the health of all processes of this process's job. Raises OSError if the disk refuses it."""
+    rows = [asdict(process) for process in processes]
+    write_json(path, {"host": socket.gethostname(), "pid": os.getpid(), "processes": rows})
 
 
-def _json_page(processes: Sequence[ServiceHealth]) -> str:
-    return json.dumps({"time": time.time(), "processes": [asdict(process) for process in processes]})
-
-
-def _html_page(processes: Sequence[ServiceHealth]) -> str:
-    now = time.time()
-    rows = [COLUMNS, *(process.row(now) for process in processes)]
-    lines = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    head = '<!doctype html><meta http-equiv="refresh" content="2"><title>arpo</title>'
-    style = "<style>td{padding:0 1em 0 0;font:14px monospace;vertical-align:top}</style>"
-    return f"{head}{style}<table>{''.join(lines)}</table>"
-
-
-def read_health(run: RunDirectory) -> dict[str, Any]:
-    """Return the content of a running job's page.
+def read_health(run: RunDirectory) -> list[ServiceHealth]:
+    """Return the health of a running job's processes.
 
     Raises:
         UserError: no job with services is running there.
     """
     try:
-        url = json.loads(run.health.read_text(encoding="utf-8"))["url"]
-        with requests.Session() as session:
-            session.trust_env = False  # a cluster's HTTP_PROXY does not reach 127.0.0.1
-            answer: dict[str, Any] = session.get(f"{url}/health.json", timeout=_READ_TIMEOUT_S).json()
-    except (OSError, ValueError, requests.RequestException):
+        health = json.loads(run.health.read_text(encoding="utf-8"))
+        if health["host"] == socket.gethostname():  # of a job on another node the file is all there is to see
+            Path(f"/proc/{health['pid']}").stat()  # a killed job leaves the file
+    except FileNotFoundError:
         raise UserError(
-            f"{run.path} has no services on this machine now: the job has ended, or is in its preparation or cold start"
+            f"{run.path} has no services now: the job has ended, or is in its preparation or cold start"
         ) from None
-    return answer
+    return [ServiceHealth(**process) for process in health["processes"]]
 
 
 def print_health(run: RunDirectory) -> None:
     """Print one table on standard output. Raises as `read_health` does."""
-    health = read_health(run)
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
-    for process in health["processes"]:
-        table.add_row(*ServiceHealth(**process).row(health["time"]))
+    for process in read_health(run):
+        table.add_row(*process.row(time.time()))
     # Wide, so that programs can read one process per line.
     Console(width=None if Console().is_terminal else 1000).print(table)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,11 +18,42 @@ from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
-from arpo_megatron.launch.services import run_trainer, services
+from arpo_megatron.launch.services import Job, run_trainer, services
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.monitor.events import EventLog, EventReader
+from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.trainer.skipped_updates import check_dump, load_skipped_update
+from arpo_megatron.trainer.skipped_updates import load_skipped_update
+
+
+@contextmanager
+def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
+    """Check the inputs and yield the job of a locked run directory: a fresh one, or the newest of this config.
+
+    Raises:
+        UserError: an input is missing, or there is nothing to resume.
+    """
+    check_inputs(config)
+    run = run_directory.existing(config) if resume else run_directory.fresh(config)
+    with hold_run(config, run) as job:
+        save_config(config, run.config)  # not before the lock: a running job reads it
+        EventLog(run.events).emit("note", text=f"code: {_code()}")
+        try:
+            yield job
+        finally:
+            job.progress.note(f"to see this run: arpo view {run.path}")
+
+
+@contextmanager
+def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = None) -> Iterator[Job]:
+    """Lock a run and yield its job, whose processes end with the block. Raises UserError if another job holds it."""
+    with run.locked():
+        run.remove_partial()  # left by a kill -9
+        run.health.unlink(missing_ok=True)
+        try:
+            with Progress() as progress, Supervisor(run.logs) as supervisor:
+                yield Job(config, run, supervisor, progress, backend or LocalBackend())
+        finally:
+            run.remove_partial()
 
 
 def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
@@ -33,51 +63,35 @@ def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
         UserError: an input is missing, or there is nothing to resume.
         ProcessDiedError: a process of the job died; the message names its log.
     """
-    with (
-        open_run(config, resume=resume) as run,
-        show_progress(run) as (progress, poll),
-        Supervisor(run.logs) as supervisor,
-    ):
-        run_job_phases(config, run, supervisor, progress, poll)
-        progress.note(f"exported to {run.export}")
-    return run
+    with open_job(config, resume=resume) as job:
+        run_job_phases(job)
+        job.progress.note(f"exported to {job.run.export}")
+    return job.run
 
 
-def run_job_phases(
-    config: JobConfig, run: RunDirectory, supervisor: Supervisor, progress: Progress, poll: Callable[[], None]
-) -> None:
+def run_job_phases(job: Job) -> None:
     """Prepare, run the cold start if the recipe has one, and train. Phases that are done are not repeated."""
-    _prepare(config, run, progress)
-    run_training_phases(config, run, supervisor, progress, poll, LocalBackend())
+    _prepare(job)
+    run_training_phases(job)
 
 
-def run_training_phases(
-    config: JobConfig,
-    run: RunDirectory,
-    supervisor: Supervisor,
-    progress: Progress,
-    poll: Callable[[], None],
-    backend: Backend,
-) -> None:
-    """Run the cold start and the training on a backend. Raises StoppedError if the job is asked to end."""
-    if config.sft.steps:
-        run_sft_phase(config, run, supervisor, progress, poll, backend)
-    if run.steps_done >= config.train.steps:
-        progress.note("training is done already")
+def run_training_phases(job: Job) -> None:
+    """Run the cold start and the training. Raises StoppedError if the job is asked to end."""
+    if job.config.sft.steps:
+        run_sft_phase(job)
+    if job.run.steps_done >= job.config.train.steps:
+        job.progress.note("training is done already")
     else:
-        _train(config, run, supervisor, progress, poll, backend)
+        _train(job)
 
 
 def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     """Run the cold start alone; return the figures that the command line prints. Raises as `run_job` does."""
-    with (
-        open_run(config, resume=resume) as run,
-        show_progress(run) as (progress, poll),
-        Supervisor(run.logs) as supervisor,
-    ):
-        _prepare(config, run, progress)
-        run_sft_phase(config, run, supervisor, progress, poll, LocalBackend())
-        progress.note(f"exported to {run.sft_model}")
+    with open_job(config, resume=resume) as job:
+        _prepare(job)
+        run_sft_phase(job)
+        run = job.run
+        job.progress.note(f"exported to {run.sft_model}")
         figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
 
@@ -100,10 +114,8 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
     wanted = "newest" if step is None else str(step)
     config = resolve.load(run.config)
     check_model(config, run)
-    with run.locked(), show_progress(run) as (_, poll), Supervisor(run.logs) as supervisor:
-        run_trainer(
-            "arpo_megatron.trainer.export_checkpoint", config, run, supervisor, arguments=[wanted, str(out)], poll=poll
-        )
+    with hold_run(config, run) as job:
+        run_trainer(job, "arpo_megatron.trainer.export_checkpoint", wanted, str(out))
     return out
 
 
@@ -111,41 +123,17 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
     """Compute a skipped update again with the newest checkpoint of its run; return lines that say what is finite.
 
     Raises:
-        UserError: the dump cannot be read or is another run's, or no checkpoint is whole.
+        UserError: the dump cannot be read, or no checkpoint is whole.
         ProcessDiedError: a rank failed; the message names its log.
     """
     config = resolve.load(run.config)
     check_model(config, run)
-    check_dump(load_skipped_update(dump), dump, config, run)
+    load_skipped_update(dump)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "replay.txt"
-        with run.locked(), show_progress(run) as (_, poll), Supervisor(run.logs) as supervisor:
-            run_trainer(
-                "arpo_megatron.trainer.replay_update",
-                config,
-                run,
-                supervisor,
-                arguments=[str(dump.resolve()), str(out)],
-                poll=poll,
-            )
+        with hold_run(config, run) as job:
+            run_trainer(job, "arpo_megatron.trainer.replay_update", str(dump.resolve()), str(out))
         return out.read_text(encoding="utf-8")
-
-
-@contextmanager
-def open_run(config: JobConfig, *, resume: bool) -> Iterator[RunDirectory]:
-    """Check the inputs and yield a locked run directory: a fresh one, or the newest of this config."""
-    check_inputs(config)
-    run = run_directory.existing(config) if resume else run_directory.fresh(config)
-    with run.locked():
-        save_config(config, run.config)  # not before the lock: a running job reads it
-        run.remove_partial()  # left by a kill -9
-        EventLog(run.events).emit("note", text=f"code: {_code()}")
-        try:
-            yield run
-        finally:
-            run.remove_partial()
-            with suppress(OSError):  # the output may be a file on a full disk
-                print(f"to see this run: arpo view {run.path}", file=sys.stderr, flush=True)
 
 
 def _code() -> str:
@@ -158,24 +146,10 @@ def _code() -> str:
     return f"version {metadata.version('arpo-megatron')}"
 
 
-@contextmanager
-def show_progress(run: RunDirectory) -> Iterator[tuple[Progress, Callable[[], None]]]:
-    """Yield the live display, and a function that feeds it with the events since its last call."""
-    reader = EventReader(run.events)
-    with Progress() as progress:
-
-        def poll() -> None:
-            for event in reader.new():
-                if event["kind"] == "user_error":
-                    raise UserError(event["text"])
-                progress.event(event)
-
-        yield progress, poll
-
-
-def _prepare(config: JobConfig, run: RunDirectory, progress: Progress) -> None:
+def _prepare(job: Job) -> None:
+    progress = job.progress
     progress.phase("prepare")
-    for line in prepare_run(config, run, lambda text: progress.event({"kind": "progress", "text": text})):
+    for line in prepare_run(job.config, job.run, lambda text: progress.event({"kind": "progress", "text": text})):
         progress.note(line)
 
 
@@ -193,40 +167,26 @@ def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]
     return notes
 
 
-def run_sft_phase(
-    config: JobConfig,
-    run: RunDirectory,
-    supervisor: Supervisor,
-    progress: Progress,
-    poll: Callable[[], None],
-    backend: Backend,
-) -> None:
+def run_sft_phase(job: Job) -> None:
     """Run the cold start unless it is done. Raises as `run_training_phases` does."""
-    if run.sft_done:
-        progress.note("the cold start is done already")
+    if job.run.sft_done:
+        job.progress.note("the cold start is done already")
         return
-    _check_stop(run)
-    progress.phase("start the trainer")
-    run_trainer("arpo_megatron.sft", config, run, supervisor, poll=poll, backend=backend)
-    if not run.sft_done:
-        _check_stop(run)
+    _check_stop(job.run)
+    job.progress.phase("start the trainer")
+    run_trainer(job, "arpo_megatron.sft")
+    if not job.run.sft_done:
+        _check_stop(job.run)
 
 
-def _train(
-    config: JobConfig,
-    run: RunDirectory,
-    supervisor: Supervisor,
-    progress: Progress,
-    poll: Callable[[], None],
-    backend: Backend,
-) -> None:
+def _train(job: Job) -> None:
+    run = job.run
     _check_stop(run)
-    progress.phase("start engine and tools")
-    model = start_model(config, run, "train")
-    with services(config, run, supervisor, model, backend) as ready:
+    job.progress.phase("start engine and tools")
+    with services(job, start_model(job.config, run, "train")) as ready:
         _check_stop(run)
-        run_trainer("arpo_megatron.train", config, run, supervisor, env=ready.environment, poll=poll, backend=backend)
-        if run.steps_done < config.train.steps:  # otherwise it was asked to end during the export, and is done
+        run_trainer(job, "arpo_megatron.train", env=ready.environment)
+        if run.steps_done < job.config.train.steps:  # otherwise it was asked to end during the export, and is done
             _check_stop(run)
 
 

@@ -3,17 +3,21 @@
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
+from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
 from arpo_megatron.rollout.handle import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S
@@ -21,31 +25,49 @@ from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.config import TOKEN_VARIABLE
 
 SANDBOX_STARTUP_S = 180.0
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Job:
+    """A run that this process holds, and everything needed to start its processes."""
+
+    config: JobConfig
+    run: RunDirectory
+    supervisor: Supervisor
+    progress: Progress = field(default_factory=Progress)
+    backend: Backend = field(default_factory=LocalBackend)
+    """Where the processes run."""
+    events: EventReader = field(init=False)
+    """Events that the display has not shown yet."""
+
+    def __post_init__(self) -> None:
+        self.events = EventReader(self.run.events)
+
+    def show_events(self) -> None:
+        """Show the events since the last call. Raises UserError if a rank has logged one."""
+        for event in self.events.new():
+            if event["kind"] == "user_error":
+                raise UserError(event["text"])
+            self.progress.event(event)
 
 
 @contextmanager
-def services(
-    config: JobConfig, run: RunDirectory, supervisor: Supervisor, model: Path, backend: Backend | None = None
-) -> Iterator[Services]:
+def services(job: Job, model: Path) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
-        config: config of the job.
-        run: its directory.
-        supervisor: its processes.
+        job: the job.
         model: Hugging Face directory.
-        backend: where the services run; None: on this machine.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
         ProcessDiedError: a service did not come up in time; the message names its log.
     """
-    backend, hang_timeout_s = backend or LocalBackend(), config.engine.hang_timeout_s
-    token = secrets.token_urlsafe(32)
+    config, run, supervisor, backend = job.config, job.run, job.supervisor, job.backend
+    hang_timeout_s, token = config.engine.hang_timeout_s, secrets.token_urlsafe(32)
     with backend.scratch() as scratch, supervisor.serving(run, restarts=config.engine.restarts):
-        engines = [
-            _engine(config, run, model, index, backend, scratch, token) for index in range(config.engine.replicas)
-        ]
+        engines = [_engine(job, model, index, scratch, token) for index in range(config.engine.replicas)]
         (port,) = backend.ports("sandbox", 1)
         sandbox_token = _sandbox_token()
         sandbox = sandbox_service(run, port, sandbox_token, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
@@ -76,15 +98,15 @@ def services(
 
 
 @contextmanager
-def tool_service(config: JobConfig, run: RunDirectory, supervisor: Supervisor) -> Iterator[tuple[str, str]]:
+def tool_service(job: Job) -> Iterator[tuple[str, str]]:
     """Start the tool service alone, on this machine, and yield its URL and token. Raises ProcessDiedError."""
-    (port,) = LocalBackend().ports("sandbox", 1)
+    (port,) = job.backend.ports("sandbox", 1)
     token = _sandbox_token()
-    sandbox = sandbox_service(run, port, token, hang_timeout_s=config.engine.hang_timeout_s)
-    with supervisor.serving(run, restarts=config.engine.restarts):
-        supervisor.serve(sandbox)
+    sandbox = sandbox_service(job.run, port, token, hang_timeout_s=job.config.engine.hang_timeout_s)
+    with job.supervisor.serving(job.run, restarts=job.config.engine.restarts):
+        job.supervisor.serve(sandbox)
         yield sandbox.url, token
-        supervisor.check()
+        job.supervisor.check()
 
 
 def _sandbox_token() -> str:
@@ -92,17 +114,15 @@ def _sandbox_token() -> str:
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
 
 
-def _engine(
-    config: JobConfig, run: RunDirectory, model: Path, index: int, backend: Backend, scratch: Path, token: str
-) -> ServiceSpec:
-    name = "engine" if config.engine.replicas == 1 else f"engine-{index}"
-    role = f"engine-{index}"
+def _engine(job: Job, model: Path, index: int, scratch: Path, token: str) -> ServiceSpec:
+    config, backend, role = job.config, job.backend, f"engine-{index}"
+    name = "engine" if config.engine.replicas == 1 else role
     spec = engine_service(
         model,
         config.engine,
         dtype=config.model.dtype,
         seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
-        log_path=run.logs / f"{name}.log",
+        log_path=job.run.logs / f"{name}.log",
         port=backend.ports(role, 1)[0],
         scratch=scratch,
         placement=backend.placement(config, index),
@@ -111,7 +131,7 @@ def _engine(
         host=backend.host(role),
         token=token,
     )
-    return replace(backend.place(role, spec), held_by=run.memory_lent)
+    return replace(backend.place(role, spec), held_by=job.run.memory_lent)
 
 
 def sandbox_service(
@@ -131,23 +151,13 @@ def sandbox_service(
     )
 
 
-def run_trainer(
-    module: str,
-    config: JobConfig,
-    run: RunDirectory,
-    supervisor: Supervisor,
-    *,
-    arguments: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    poll: Callable[[], None] = lambda: None,
-    backend: Backend | None = None,
-) -> None:
-    """Run `python -m module RUN_DIR arguments...` on every trainer rank and wait, calling `poll` meanwhile.
+def run_trainer(job: Job, module: str, *arguments: str, env: Mapping[str, str] = _NO_VARIABLES) -> None:
+    """Run `python -m module RUN_DIR arguments...` on every trainer rank and wait for its end.
 
     Raises:
         ProcessDiedError: a rank or a service died; the message names the log.
     """
-    name = module.rpartition(".")[2]
-    command, needed = (backend or LocalBackend()).ranks(module, [str(run.path), *arguments], config)
-    variables = {**trainer_environment(config.platform), **needed, **(env or {})}
-    supervisor.wait(supervisor.start(name, command, env=variables), poll=poll)
+    command, needed = job.backend.ranks(module, [str(job.run.path), *arguments], job.config)
+    variables = {**trainer_environment(job.config.platform), **needed, **env}
+    process = job.supervisor.start(module.rpartition(".")[2], command, env=variables)
+    job.supervisor.wait(process, poll=job.show_events)

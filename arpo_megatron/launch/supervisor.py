@@ -22,7 +22,7 @@ from typing import Self
 import requests
 
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.health import HealthPage, ServiceHealth
+from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
     REAP_DEADLINE_S,
@@ -74,7 +74,7 @@ class SupervisedProcess:
         return f"{self.spec.name} {how_it_ended(self.poll() or 0)}; log: {self.log}\n{report}"
 
     def health(self) -> ServiceHealth:
-        """Return its row of the health page."""
+        """Return its row of `arpo health`."""
         return ServiceHealth(
             name=self.spec.name,
             pid=self.process.pid if self.process is not None else None,
@@ -120,6 +120,8 @@ class Supervisor:
         with interrupts_deferred():
             process = SupervisedProcess(spec, spec.start(), log_start, up=True)
             self.running.append(process)
+        if self._services is not None:
+            self._services.write_health()
         return process
 
     def wait(
@@ -162,10 +164,10 @@ class Supervisor:
 
     @contextmanager
     def serving(self, run: RunDirectory, *, restarts: int) -> Iterator[None]:
-        """Inside the block, `serve` starts services and the health page is up; all services end with the block.
+        """Inside the block, `serve` starts services and `run.health` shows them; all services end with the block.
 
         Args:
-            run: its event log gets every restart, and `run.health` the address of the page.
+            run: its event log gets every restart, and `run.health` every change.
             restarts: of all services together, before the job ends.
         """
         self._services = services = _Services(run, restarts, lambda: [each.health() for each in self.running])
@@ -208,7 +210,12 @@ class _Services:
         self._events = EventLog(run.events)
         self._ending = threading.Event()
         self._starting = threading.Lock()
-        self._page = HealthPage(run.health, lambda: [*(each.health() for each in self._services), *others()])
+        self._health, self._others, self._writing = run.health, others, threading.Lock()
+
+    def write_health(self) -> None:
+        """Write the health of all processes of the job."""
+        with self._writing, suppress(OSError):  # a full disk must not end what keeps the job alive
+            write_health(self._health, [*(each.health() for each in self._services), *self._others()])
 
     def start(self, spec: ServiceSpec) -> SupervisedProcess:
         """Start a service in its thread."""
@@ -216,6 +223,7 @@ class _Services:
         thread = threading.Thread(target=self._run_guarded, args=(service,), name=f"supervise {spec.name}", daemon=True)
         self._services.append(service)
         self._threads.append(thread)
+        self.write_health()
         thread.start()
         return service
 
@@ -228,7 +236,7 @@ class _Services:
             stop_groups([service.process for service in same if service.process is not None], grace_s)
         for thread in self._threads:
             thread.join(REAP_DEADLINE_S)
-        self._page.close()
+        self._health.unlink(missing_ok=True)
 
     def _run_guarded(self, service: SupervisedProcess) -> None:
         """A bug here, or a machine that cannot start a process, ends the job and not only its supervision."""
@@ -246,6 +254,7 @@ class _Services:
                 if self._ending.is_set():
                     return None
                 service.process = process = spec.start()
+            self.write_health()
             error, code = self._watch(service, process)
             if self._ending.is_set():
                 process.wait()  # for its grace: the kernel kills it when this thread ends
@@ -253,6 +262,7 @@ class _Services:
             was_up_s = time.time() - service.since if service.up else None
             service.error = error
             service.set_up(False)
+            self.write_health()
             stop_groups([process], spec.restart_grace_s)
             if was_up_s is None and not service.restarts:
                 return self._fail(service, "", code)
@@ -288,6 +298,7 @@ class _Services:
             if now >= next_probe and _answers(spec.url + (spec.alive if service.up else spec.ready), deadline - now):
                 if not service.up:
                     service.set_up(True)
+                    self.write_health()
                     if service.restarts:
                         self._log(service, "is up again")
                 deadline = time.monotonic() + spec.hang_timeout_s

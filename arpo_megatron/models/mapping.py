@@ -177,7 +177,6 @@ class Entry:
     hf: Mapping[str, tuple[int, ...]]
     """Hugging Face names and full shapes."""
     layout: Layout
-    """Layout of the row."""
     groups: int
     """Query groups (key/value heads) of the whole model."""
     layer: int | None

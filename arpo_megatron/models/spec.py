@@ -54,7 +54,6 @@ class ModelSpec:
     family: Family
     """Selects the rows of the weight mapping."""
     layers: int
-    """Number of transformer layers."""
     hidden: int
     """Width of the residual stream."""
     heads: int

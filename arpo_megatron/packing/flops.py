@@ -22,7 +22,6 @@ class UpdateFlops:
     """FLOPs of the forward passes of an update."""
 
     layers: float
-    """FLOPs of the transformer layers."""
     head: float
     """FLOPs of the output head, which is computed only for predicted tokens."""
     repeated: float

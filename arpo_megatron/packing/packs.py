@@ -149,7 +149,6 @@ class PackReport:
     """Result of packing a batch, in tokens unless noted."""
 
     packs: int
-    """Number of packs."""
     unique: int
     """Tokens of the trees, each counted once."""
     flat: int

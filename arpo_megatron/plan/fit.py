@@ -34,7 +34,6 @@ class Plan:
     layout: NodeLayout | None
     """Nodes of the processes; None if they cannot be laid out (see `reason`)."""
     parameters: int
-    """Parameters of the model."""
     active_parameters: int
     """Parameters that process one token; fewer than all for a mixture of experts."""
     rank_parameters: int
@@ -50,7 +49,6 @@ class Plan:
     tokens: float
     """Tokens of a step's trees, each counted once."""
     steps: int
-    """Steps of the whole job."""
     unfit: Unfit | None
     """Reason why the job does not fit; None if it fits."""
 

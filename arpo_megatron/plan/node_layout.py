@@ -17,7 +17,6 @@ class NodeLayout:
     """
 
     nodes: int
-    """Number of nodes."""
     gpus: int
     """GPUs per node; 0 for a job on CPUs."""
     trainer_nodes: int
@@ -25,9 +24,7 @@ class NodeLayout:
     ranks_per_node: int
     """Trainer ranks on each of these nodes."""
     engines: int
-    """Number of engines."""
     engine_gpus: int
-    """GPUs per engine."""
     shared: bool
     """Whether engines and trainer ranks take turns on the same GPUs."""
 

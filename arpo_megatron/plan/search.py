@@ -26,13 +26,10 @@ class LayoutSearchResult:
     """Layouts that fit, the fastest first, and the reasons why others do not."""
 
     base: JobConfig
-    """Config of the job."""
     best: tuple[Plan, ...]
     """Plans that fit, fastest first, each with a different partition of the model."""
     tried: int
-    """Number of layouts tried."""
     fit: int
-    """Number of layouts that fit."""
     failed: tuple[tuple[str, int], ...]
     """Reasons of the other layouts with their counts, most frequent first."""
 

@@ -55,11 +55,9 @@ class Decoding:
     """Predicted batch size and step time of an engine that decodes."""
 
     engines: int
-    """Number of engines."""
     batch: float
     """Paths that an engine decodes at once."""
     step_s: float
-    """Seconds of one step."""
     alone_s: float
     """Seconds of one step with one path."""
 

@@ -46,7 +46,6 @@ class Workload:
     """The tree of one task. Values are means over several trees."""
 
     trees: tuple[RolloutTree, ...]
-    """Trees of the sample."""
     sampled: float
     """MODEL tokens, each once."""
     prefilled: float

@@ -15,7 +15,6 @@ class ScoredTree:
     """A finished tree of a task with the scores of its leaves."""
 
     task: Task
-    """The question."""
     tree: RolloutTree
     """Its trajectories."""
     rewards: NDArray[np.float64]

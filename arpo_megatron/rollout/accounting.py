@@ -52,7 +52,6 @@ class RolloutStats:
     counts: RolloutCounts
     """Sum over all trees, including failed ones."""
     trees: int
-    """Finished trees."""
     failed: int
     """Trees that could not be finished."""
     trajectories: int

@@ -18,7 +18,6 @@ class PredictedRequest:
     """Predicted size and cache hits of one engine request."""
 
     prompt_tokens: int
-    """Tokens in its prompt."""
     cached_tokens: int
     """Prompt tokens that an earlier request of the same path or fork point has put into the cache."""
 

@@ -63,7 +63,6 @@ class RolloutContext:
     """Its seed is replaced for each path."""
     limits: RolloutLimits
     seed: int
-    """The run's seed."""
     step: int
     on_tokens: Callable[[int], None]
     """Called with the number of tokens of each generation."""

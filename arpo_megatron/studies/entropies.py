@@ -8,9 +8,7 @@ Runs of the same seed start from the same cold start, so they are one observatio
 intervals are over seeds.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +18,10 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.tree_store import read_trees, step_file, stored_steps
-from arpo_megatron.studies.curves import Mean, interval
+from arpo_megatron.studies.curves import Estimate
 from arpo_megatron.studies.plot import Band, Panel, draw
-from arpo_megatron.studies.report import markdown
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.utils.text import markdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,12 +32,6 @@ ELSEWHERE = "elsewhere"
 """Tokens after the first `algorithm.entropy_tokens` of any turn."""
 _LATER = -1  # their position
 _Run = tuple[int, str]  # seed and name
-
-
-@dataclass(slots=True)
-class _Sum:
-    count: int = 0
-    total: float = 0.0
 
 
 def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
@@ -70,11 +62,6 @@ def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
     return pd.DataFrame(rows)
 
 
-def command(runs: Sequence[Path], out: Path) -> str:
-    """Return the command line of a report."""
-    return shlex.join(["arpo", "study", "entropy", *map(str, runs), "--out", str(out)])
-
-
 def _run_rows(run: RunDirectory) -> list[dict[str, Any]]:
     config = resolve.load(run.config)
     columns = {"run": str(run.path), "seed": config.seed}
@@ -83,19 +70,14 @@ def _run_rows(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _step_rows(run: RunDirectory, step: int, first: int) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, int], _Sum] = {}
+    found: dict[tuple[str, int], list[float]] = {}
     for stored in read_trees(step_file(run, step)):
         for after, position, entropy in tree_entropies(stored.tree, first):
-            found = sums.setdefault((after, position), _Sum())
-            found.count += 1
-            found.total += entropy
+            found.setdefault((after, position), []).append(entropy)
     return [
-        {
-            "step": step, "after": after, "position": position, "tokens": found.count,
-            "entropy": found.total / found.count,
-        }
-        for (after, position), found in sorted(sums.items())
-    ]  # fmt: skip
+        {"step": step, "after": after, "position": position, "tokens": len(own), "entropy": sum(own) / len(own)}
+        for (after, position), own in sorted(found.items())
+    ]
 
 
 def tree_entropies(tree: RolloutTree, first: int) -> list[tuple[str, int, float]]:
@@ -195,12 +177,11 @@ def _finding(rows: "pd.DataFrame") -> str:
             findings.append(f"{title}: none in the same run, nothing to compare.")
             continue
         mean = _mean({run: others[run] for run in differences})
-        by_seed = _seed_means(differences)
-        gain = Mean.over_seeds(by_seed)
-        if len(by_seed) < 2:
+        gain = Estimate.over_seeds(_seed_means(differences))
+        if gain.seeds < 2:
             findings.append(f"{title} have {mean:.3f}, a difference of {gain.value:+.3f} (one seed, no interval).")
         else:
-            sample = _sample(len(by_seed), len(differences))
+            sample = _sample(gain.seeds, len(differences))
             ends = f"{gain.low:+.3f} to {gain.high:+.3f}"
             findings.append(f"{title} have {mean:.3f}; the difference is {gain.value:+.3f} ({ends}) over {sample}.")
     return " ".join(findings)
@@ -228,11 +209,7 @@ def bands(rows: "pd.DataFrame", axis: str) -> dict[str, Band]:
     """Return a line for each start of turn: the mean over seeds along a column, with positions counted from 1."""
     found = {}
     for after, group in rows.groupby("after"):
-        x, columns = [], []
-        for value, same in group.groupby(axis):
-            per_seed = _seed_means(_run_means(same))
-            x.append(float(value) + (axis == "position"))
-            columns.append((float(np.mean(per_seed)), *interval(per_seed)))
-        mean, low, high = np.array(columns).T
-        found[str(after)] = Band(np.array(x), mean, low, high)
+        means = [Estimate.over_seeds(_seed_means(_run_means(same))) for _, same in group.groupby(axis)]
+        x = np.unique(group[axis]).astype(np.float64) + (axis == "position")
+        found[str(after)] = Band.of(x, means)
     return found

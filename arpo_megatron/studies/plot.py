@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from arpo_megatron.errors import UserError
-from arpo_megatron.studies.curves import Floats
+from arpo_megatron.studies.curves import Estimate, Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +28,11 @@ class Band:
     mean: Floats
     low: Floats
     high: Floats
+
+    @classmethod
+    def of(cls, x: Floats, estimates: Sequence[Estimate]) -> "Band":
+        """Return the line of one estimate per x."""
+        return cls(x, *(np.array([getattr(each, name) for each in estimates]) for name in ("value", "low", "high")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,11 @@ import numpy as np
 import psutil
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.studies.curves import (
-    Curve,
-    Mean,
-    PairedTest,
-    common_budget,
-    compare_at,
-    interval,
-    mean_curve,
-)
+from arpo_megatron.studies.curves import Curve, Estimate, common_budget, compare_at, mean_curve
 from arpo_megatron.studies.designs import BASE_ARM, Design
 from arpo_megatron.studies.plot import Band, Panel, draw
 from arpo_megatron.studies.results import ALL
+from arpo_megatron.utils.text import markdown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +37,6 @@ class StudyResults:
     seeds: Sequence[int]
     """Seeds that are compared: every arm's run is finished."""
     command: str
-    """Command that made the study."""
     left_out: Sequence[int]
     """Seeds of the study that are not compared."""
 
@@ -141,7 +133,8 @@ def _findings(results: StudyResults, budget: float) -> list[str]:
     control = curves.get(design.control)
     if control is not None:
         lines = [
-            f"- {arm} is at {_end(group, budget):.3f}, {_test(compare_at(group, control, budget))}"
+            f"- {arm} is at {np.mean([curve.at(budget) for curve in group]):.3f}, "
+            f"{_test(compare_at(group, control, budget))}"
             for arm, group in curves.items()
             if arm != design.control
         ]
@@ -160,10 +153,6 @@ def _findings(results: StudyResults, budget: float) -> list[str]:
     return findings
 
 
-def _end(curves: Sequence[Curve], calls: float) -> float:
-    return float(np.mean([curve.at(calls) for curve in curves]))
-
-
 def _metric_table(results: StudyResults, budget: float) -> str:
     by_metric = {metric: results.curves(metric) for metric in METRICS}
     calls, control = results.calls_per_step(), results.design.control
@@ -171,7 +160,7 @@ def _metric_table(results: StudyResults, budget: float) -> str:
     for arm in results.design.arms:
         row = [arm, f"{calls[arm]:.1f}"]
         for curves in by_metric.values():
-            row.append(_mean(Mean.over_seeds([float(curve.at(budget)) for curve in curves[arm]])))
+            row.append(_mean([float(curve.at(budget)) for curve in curves[arm]]))
             compared = arm != control and control in curves
             row += _gain(compare_at(curves[arm], curves[control], budget)) if compared else ["", ""]
         rows.append(row)
@@ -182,29 +171,24 @@ def _level_table(results: StudyResults) -> str:
     levels = sorted(set(results.compared_rows.level) - {ALL})
     curves = {level: results.curves("success", level) for level in levels}
     rows = [
-        [
-            arm,
-            *(_mean(Mean.over_seeds([float(curve.values[-1]) for curve in curves[level][arm]])) for level in levels),
-        ]
+        [arm, *(_mean([float(curve.values[-1]) for curve in curves[level][arm]]) for level in levels)]
         for arm in results.design.arms
     ]
     return markdown(["arm", *levels], rows)
 
 
-def _test(test: PairedTest) -> str:
+def _test(test: Estimate) -> str:
     """Describe a difference, its interval, and whether the interval excludes 0."""
-    difference = f"{test.difference:+.3f}"
-    if np.isnan(test.p):
-        return f"{difference} (one seed, no interval)"
+    if test.seeds < 2:
+        return f"{test.value:+.3f} (one seed, no interval)"
     verdict = "significant" if test.significant else "not significant"
-    return f"{difference} ({test.low:+.3f} to {test.high:+.3f}, {verdict} with {test.seeds} seeds)"
+    return f"{test.value:+.3f} ({test.low:+.3f} to {test.high:+.3f}, {verdict} with {test.seeds} seeds)"
 
 
 def _band(curves: Sequence[Curve]) -> Band:
     mean = mean_curve(curves, _POINTS)
-    ends = [interval([float(curve.at(calls)) for curve in curves]) for calls in mean.calls]
-    low, high = np.array(ends).T
-    return Band(mean.calls, mean.values, low, high)
+    found = [Estimate.over_seeds([float(curve.at(calls)) for curve in curves]) for calls in mean.calls]
+    return Band.of(mean.calls, found)
 
 
 def made_by(command: str) -> str:
@@ -238,19 +222,14 @@ def _hardware() -> str:
     return f"{psutil.cpu_count()} cores of {processor}, {gigabytes:.0f} GB"
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with the column titles `head`."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _mean(mean: Mean) -> str:
+def _mean(values: Sequence[float]) -> str:
+    mean = Estimate.over_seeds(values)
     if mean.low == mean.high:  # one seed, or equal values
         return f"{mean.value:.3f}"
     return f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"
 
 
-def _gain(test: PairedTest) -> list[str]:
-    if np.isnan(test.p):
-        return [f"{test.difference:+.3f}", "-"]
-    return [f"{test.difference:+.3f} ({test.low:+.3f} to {test.high:+.3f})", f"{test.p:.3f}"]
+def _gain(test: Estimate) -> list[str]:
+    if test.seeds < 2:
+        return [f"{test.value:+.3f}", "-"]
+    return [f"{test.value:+.3f} ({test.low:+.3f} to {test.high:+.3f})", f"{test.p:.3f}"]

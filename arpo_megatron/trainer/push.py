@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from itertools import count
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.algorithms.credit import supervised_credit
@@ -16,8 +15,8 @@ from arpo_megatron.tree import Role, RolloutTree
 from arpo_megatron.weights.export import hf_buckets
 from arpo_megatron.weights.sync import probe_gap
 
-PUSH_ATTEMPTS = 5
-"""Attempts of one push; the pauses between them are 1, 2, 4, ... seconds."""
+PAUSES_S = (1, 2, 4, 8, 15, 30, 30, 30)
+"""Pauses between the attempts of one push: two minutes, so that a full disk can be cleared."""
 
 
 def push_with_retries(session: ActorSession, controller: Controller | None, version: int) -> float:
@@ -31,21 +30,19 @@ def push_with_retries(session: ActorSession, controller: Controller | None, vers
         is asked to end.
 
     Raises:
-        UserError: `PUSH_ATTEMPTS` in a row have failed.
+        UserError: all attempts have failed.
         RuntimeError: the gap exceeds `train.logprob_gap_limit`.
     """
-    for attempt in count(1):
+    for attempt, pause_s in enumerate((*PAUSES_S, None), start=1):
         if session.stopping():
-            break
+            return 0.0
         failure, gap = parallel.broadcast_object(push_once(session, controller, version))
         if not failure:
             return gap
-        if attempt == PUSH_ATTEMPTS:
-            raise UserError(f"{attempt} weight pushes in a row have failed ({failure}): fix it and use --resume")
-        pause_s = 2 ** (attempt - 1)
-        session.note(f"a weight push failed and is repeated in {pause_s} s: {failure}")
-        time.sleep(pause_s)
-    return 0.0
+        if pause_s is not None:
+            session.note(f"push {attempt} of {len(PAUSES_S) + 1} failed and is repeated in {pause_s} s: {failure}")
+            time.sleep(pause_s)
+    raise UserError(f"{attempt} weight pushes in a row have failed ({failure}): fix it and use --resume")
 
 
 def push_once(session: ActorSession, controller: Controller | None, version: int) -> tuple[str, float]:

@@ -19,7 +19,6 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT
-from arpo_megatron.jobs.fingerprint import fingerprint
 from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog, log_user_errors
@@ -132,7 +131,6 @@ class ActorSession:
             packs=packs,
             old_logprobs=old_logprobs,
             reference_logprobs=reference_logprobs,
-            made_by=fingerprint(self.config, self.actor.spec),
         )
         return dump_skipped_update(update, in_a_row, self.directory.skipped_updates, self.events)
 

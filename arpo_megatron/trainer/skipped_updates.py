@@ -5,8 +5,8 @@ enough) and their log-probs. `arpo replay-pack FILE` computes the update again.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -14,11 +14,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from arpo_megatron.algorithms.credit import Loss
-from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.fingerprint import fingerprint
-from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
-from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.jobs.run_directory import Phase
 from arpo_megatron.packing.layout import TreePack, new_pack
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.utils.atomic import atomic_write
@@ -42,8 +39,6 @@ class SkippedUpdate:
     """float32[m] for each pack, in nats; None: those of the policy that is updated."""
     reference_logprobs: Sequence[Float32Array] | None = None
     """float32[m] for each pack, in nats; None without a KL penalty."""
-    made_by: Mapping[str, str] = field(kw_only=True)
-    """`fingerprint` of the run."""
 
     @property
     def reason(self) -> str:
@@ -63,7 +58,7 @@ def save_skipped_update(folder: Path, update: SkippedUpdate) -> Path:
     stem, number = f"{update.phase}_{update.step:06d}", 1
     while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.npz").exists():
         number += 1
-    about = {name: getattr(update, name) for name in ("phase", "step", "loss", "made_by")}
+    about = {name: getattr(update, name) for name in ("phase", "step", "loss")}
     about |= {"suspects": list(update.suspects), "packs": len(update.packs), "logprobs": list(update.logprobs())}
     arrays: dict[str, Any] = {"about": np.array(json.dumps(about))}
     for index, pack in enumerate(update.packs):
@@ -91,14 +86,6 @@ def load_skipped_update(path: Path) -> SkippedUpdate:
         return SkippedUpdate(packs=packs, **about | logprobs)
     except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise UserError(f"{path} is no dump of a skipped update ({type(error).__name__})") from None
-
-
-def check_dump(update: SkippedUpdate, file: Path, config: JobConfig, run: RunDirectory) -> None:
-    """Raise UserError if a run of another model or config dumped the update."""
-    spec = ModelSpec.from_hf(start_model(config, run, "sft"))
-    for name, value in fingerprint(config, spec).items():
-        if update.made_by.get(name) != value:
-            raise UserError(f"{file} was dumped by a run with another {name} than {run.path}: name its run with --run")
 
 
 def nonfinite_inputs(update: SkippedUpdate, index: int) -> list[str]:

@@ -15,7 +15,7 @@ class ServiceSpec:
     """Command and environment of a process of a job, and the probe that checks that it works."""
 
     name: str
-    """Name in messages and on the health page."""
+    """Name in messages and in `arpo health`."""
     command: Sequence[str]
     log: Path
     """File for its output, which is appended."""

@@ -24,7 +24,6 @@ class LocalParameters:
     parameters: Mapping[str, Tensor]
     """Parameters by Megatron name, with numbers of the whole model."""
     layers: frozenset[int]
-    """Numbers of the local layers."""
     experts: frozenset[int]
     """Numbers of the local experts, equal in every layer."""
 

@@ -51,7 +51,6 @@ class PushReport:
     bytes: int
     """Bytes sent to each engine."""
     buckets: int
-    """Number of buckets."""
     verified: tuple[str, ...]
     """Names of the tensors whose checksums were compared."""
     probe_tokens: int

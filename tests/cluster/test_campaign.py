@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.tiny import make_model_directory, train_bpe
 from tests.cluster import sshd
 from tests.cluster.onebox import LIVE, TINY, Job, Onebox
+from tests.cluster.pyxis import pyxis
 from tests.faults import small_disk
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slurm_campaign]
@@ -160,14 +160,19 @@ def test_cancelled_job_leaves_no_process(box: Onebox, calm: Undisturbed) -> None
     assert not left.exists(), "the next job removes what is left on its nodes"
 
 
-def test_preempted_job_saves_and_is_requeued(box: Onebox, calm: Undisturbed) -> None:
-    job = start(box, calm, "preempted")
-    trains(job)
+def preempts(box: Onebox, job: Job, calm: Undisturbed) -> None:
+    """Take the nodes of a job for an urgent one, and check that the job saves before and completes after it."""
     urgent = box.slurm("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o/dev/null", "--wrap=sleep 3")
     job.wait_for("requeue", lambda: job.shown("Restarts") == "1")
     assert "asked to end: " in job.log()
     is_whole(job, calm)
     assert job.state(urgent.strip()) == "COMPLETED"
+
+
+def test_preempted_job_saves_and_is_requeued(box: Onebox, calm: Undisturbed) -> None:
+    job = start(box, calm, "preempted")
+    trains(job)
+    preempts(box, job, calm)
 
 
 @pytest.fixture
@@ -184,14 +189,8 @@ def plain_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
 def test_job_preempted_with_term_saves_in_its_grace_time(plain_box: Onebox, calm: Undisturbed) -> None:
     job = start(plain_box, calm, "term")
     trains(job)
-    urgent = plain_box.slurm(
-        "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o/dev/null", "--wrap=sleep 3"
-    )
-    job.wait_for("requeue", lambda: job.shown("Restarts") == "1")
+    preempts(plain_box, job, calm)
     assert re.search(r"Slurm's TERM, \d+ s before the end: the trainer saves and ends", job.log())
-    assert "asked to end: " in job.log()
-    is_whole(job, calm)
-    assert job.state(urgent.strip()) == "COMPLETED"
 
 
 def test_job_is_requeued_even_if_it_cannot_save(box: Onebox, calm: Undisturbed) -> None:
@@ -301,55 +300,13 @@ def test_job_ended_by_a_full_disk_resumes_with_free_space(box: Onebox, calm: Und
         is_whole(box.resume(job), calm)
 
 
-INSIDE = """#!/bin/bash
-# What a step in a container of pyxis sees: a /tmp of its own, and in it what is mounted.
-set -e
-kept=$(mktemp -d /dev/shm/inside-XXXX)
-number=0
-IFS=, read -ra mounts <<<"$1"
-mount --make-rprivate /
-for pair in "${mounts[@]}"; do mkdir "$kept/$((++number))"; mount --bind "${pair%%:*}" "$kept/$number"; done
-mount -t tmpfs tmpfs /tmp
-number=0
-for pair in "${mounts[@]}"; do mkdir -p "${pair##*:}"; mount --move "$kept/$((++number))" "${pair##*:}"; done
-rm -rf "$kept"
-cd "$2"
-exec "${@:3}"
-"""
-SRUN = """#!/bin/bash
-# Stands for pyxis, which no distribution packages.
-options=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --container-image=*) image=${1#*=} ;;
-    --container-mounts=*) mounts=${1#*=} ;;
-    --container-workdir=*) workdir=${1#*=} ;;
-    --*) options+=("$1") ;;
-    *) break ;;
-  esac
-  shift
-done
-case $image in
-  /*) [ -e "$image" ] || { echo "slurmstepd: error: pyxis: No such file or directory: $image" >&2; exit 1; } ;;
-esac
-[ -z "$image" ] || set -- unshare --mount "$(dirname "$0")/inside" "$mounts" "$workdir" "$@"
-exec /usr/bin/srun "${options[@]}" "$@"
-"""
-
-
 @pytest.fixture
 def contained(box: Onebox) -> Iterator[dict[str, Any]]:
-    """Values of a profile with a container; srun's stand-in accepts any file as an image."""
+    """Values of a profile with a container."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces: containers cannot be stood for")
-    folder, path = Path(tempfile.mkdtemp(prefix="pyxis-", dir=Path.home())), box.environment["PATH"]
-    for name, text in (("srun", SRUN), ("inside", INSIDE), ("image.sqsh", "")):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    box.environment["PATH"] = f"{folder}:{path}"
-    yield {"container": str(folder / "image.sqsh"), "container_python": sys.executable}
-    box.environment["PATH"] = path
-    shutil.rmtree(folder)
+    with pyxis(box.environment) as values:
+        yield values
 
 
 def test_containers_need_no_shared_tmp(box: Onebox, contained: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from arpo_megatron.cluster import runs
 from arpo_megatron.cluster.profile import (
     load_profile,
 )
-from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.cluster.slurm import JobState
 from arpo_megatron.cluster.ssh import HINT_VARIABLE
 from arpo_megatron.cluster.submit import prepare_submission, submit_jobs
 from arpo_megatron.config.io import save_config
@@ -148,18 +148,6 @@ def test_logs_takes_names_and_no_patterns(tmp_path: Path) -> None:
     for role in ("*", "engine-?", "[t]rain", "../logs/train"):
         with pytest.raises(UserError, match=r"has no log of .* yet; it has: job, engine-0, train"):
             runs.log_of(run, role)
-
-
-def test_health_of_a_silent_node_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = submitted(tmp_path, resolve.resolve("quickstart"), profile(runs=str(tmp_path)))
-    monkeypatch.setattr(runs, "newest_state", lambda run: JobState("1", "RUNNING", nodes="n1"))
-    monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda names: [Node("n1", "127.0.0.1")])
-    monkeypatch.setattr("arpo_megatron.cluster.slurm.TIMEOUT_S", 0.2)
-    (srun := tmp_path / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(UserError, match="a step on n1 did not answer"):
-        runs.print_health(run)
 
 
 def test_followed_log_survives_a_restart_of_the_controller(

@@ -16,13 +16,14 @@ from typing import NoReturn
 import pytest
 
 from arpo_megatron.cluster import supervise
-from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SilentNodeError, SlurmBackend
+from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.services import Job
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import NodeLayout
@@ -344,7 +345,7 @@ def test_requeued_job_waits_for_pending_kills(
 
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
-    supervise._wait_for_old_kills(backend, Supervisor(run.logs), Progress())
+    supervise._wait_for_old_kills(Job(resolve.load(run.config), run, Supervisor(run.logs)), backend)
     assert len(asked) == looks
 
 
@@ -353,7 +354,7 @@ def test_requeued_job_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch, run:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.nodes_with_pending_kills", lambda: {"n1"})
     monkeypatch.setattr(supervise, "_REPEATED_INTERVAL_S", 0.0)
     monkeypatch.setattr(supervise, "_REPEATED_S", 0.1)
-    supervise._wait_for_old_kills(backend, Supervisor(run.logs), Progress())
+    supervise._wait_for_old_kills(Job(resolve.load(run.config), run, Supervisor(run.logs)), backend)
 
 
 def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
@@ -370,51 +371,6 @@ def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.Monke
     )
     with replace(asked_by(monkeypatch, run, None).backend, job_id=NOBODYS).prepared():
         assert steps[1:] == [["rm", "-rf", "/tmp/arpo-8"]]
-
-
-def test_scratch_directory_is_made_and_others_are_listed() -> None:
-    folder = Path(f"/tmp/arpo-{NOBODYS}")
-    try:
-        output = subprocess.run(
-            ["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True, check=True
-        )
-        assert str(folder) in output.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
-    finally:
-        folder.rmdir()
-
-
-@pytest.mark.parametrize("whose", ["ours", "a link", "somebody else's"])
-def test_scratch_directory_of_another_user_is_refused(whose: str, tmp_path: Path) -> None:
-    folder = tmp_path / "arpo-7"
-    if whose == "a link":
-        (tmp_path / "elsewhere").mkdir(0o755)
-        folder.symlink_to(tmp_path / "elsewhere")
-    else:
-        folder.mkdir(0o755)
-    if whose == "somebody else's":
-        if os.geteuid():
-            pytest.skip("only root can make a directory somebody else's")
-        os.chown(folder, 65534, 65534)
-    done = subprocess.run(["bash", "-c", MAKE_SCRATCH, "arpo", folder], capture_output=True, text=True)
-    assert done.returncode == (whose != "ours")
-    assert folder.stat().st_mode & 0o777 == (0o700 if whose == "ours" else 0o755)
-    assert done.stderr == ("" if whose == "ours" else f"{folder} is there already, and it is not ours\n")
-
-
-@pytest.mark.parametrize(("task", "ends_on_term"), [(TASK, 7), (SERVICE, 143)])
-def test_steps_ignore_slurms_signals(task: str, ends_on_term: int) -> None:
-    """The child of slurmstepd gets the signals. A service ends on TERM, and its exit code is the step's."""
-    inside = 'echo up; read -r; [ -n "$REPLY" ] || kill -TERM $$; exit 7'
-    for word, code in (("x\n", 7), ("\n", ends_on_term)):
-        command = ["bash", "-c", task, "arpo", "bash", "-c", inside]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as step:
-            assert step.stdin is not None and step.stdout is not None
-            assert step.stdout.readline() == "up\n"
-            for number in (signal.SIGUSR1, signal.SIGTERM):
-                step.send_signal(number)
-            step.stdin.write(word)
-            step.stdin.close()
-            assert step.wait(30) == code
 
 
 def test_error_before_the_job_is_one_line(

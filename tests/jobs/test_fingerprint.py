@@ -1,26 +1,19 @@
-"""A resume needs the inputs of the run, and a replay the run of the dump; otherwise a one-line error."""
+"""A resume needs the inputs of the run; otherwise a one-line error."""
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig, ModelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
-from arpo_megatron.jobs.fingerprint import check_started_with, fingerprint
+from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import export_checkpoint, replay_skipped_update
+from arpo_megatron.launch.job import export_checkpoint
 from arpo_megatron.models.random_init import save_random_weights
-from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
-from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.skipped_updates import SkippedUpdate, check_dump, save_skipped_update
-from arpo_megatron.tree import Role, RolloutTree
 
 SIZES = ModelConfig(hidden_size=16, layers=1, heads=2, kv_heads=2, ffn_size=32)
 
@@ -44,14 +37,6 @@ def run(config: JobConfig) -> RunDirectory:
     made = run_directory.fresh(config)
     check_started_with(config, made)
     return made
-
-
-def dumped(config: JobConfig, **changes: Any) -> SkippedUpdate:
-    tree = RolloutTree("task", [1, 2])
-    tree.add(0, Role.MODEL, [3, 4])
-    packs = pack_trees([tree], supervised_credit([tree]), token_budget=100)
-    made_by = fingerprint(config, ModelSpec.from_hf(Path(str(config.model.path))))
-    return replace(SkippedUpdate("sft", 1, "nll", [0], packs, None, made_by=made_by), **changes)
 
 
 def change_shape(config: JobConfig) -> None:
@@ -94,20 +79,3 @@ def test_changed_weights_are_reported_with_equal_size_and_time(config: JobConfig
         check_started_with(config, run)
     save_random_weights(file.parent, seed=1)
     check_started_with(config, run)
-
-
-def test_dump_of_the_run_is_accepted(config: JobConfig, run: RunDirectory) -> None:
-    longer = resolve.resolve("quickstart", overrides=[f"run_dir={run.path}", "train.steps=99"])
-    assert run_directory.fixed_part(longer) == run_directory.fixed_part(replace(longer, run_dir=None))
-    check_dump(dumped(config), Path("dump.npz"), config, run)
-
-
-def test_dump_of_another_run_is_refused(config: JobConfig, run: RunDirectory) -> None:
-    other = dumped(replace(config, seed=5))
-    file = save_skipped_update(run.skipped_updates, other)
-    with pytest.raises(UserError, match=r"sft_000001\.npz was dumped by a run with another config than .* --run"):
-        replay_skipped_update(run, file)
-    same = dumped(config)
-    change_shape(config)
-    with pytest.raises(UserError, match="another model"):
-        check_dump(same, file, config, run)

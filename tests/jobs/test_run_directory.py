@@ -6,7 +6,7 @@ import pytest
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
-from arpo_megatron.launch.job import open_run
+from arpo_megatron.launch.job import open_job
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_refused_second_job_does_not_change_the_run() -> None:
     with (
         run.locked(),
         pytest.raises(UserError, match="in use"),
-        open_run(resolve.resolve("quickstart", overrides=["train.steps=99"]), resume=True),
+        open_job(resolve.resolve("quickstart", overrides=["train.steps=99"]), resume=True),
     ):
         pass
     assert run.config.read_bytes() == before

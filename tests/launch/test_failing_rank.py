@@ -10,7 +10,7 @@ import pytest
 
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.services import run_trainer
+from arpo_megatron.launch.services import Job, run_trainer
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.utils.processes import ProcessDiedError
 
@@ -27,7 +27,7 @@ def test_failing_rank_is_reported_first_and_all_ranks_end(tmp_path, how):
     config = JobConfig(name="test", parallel=ParallelConfig(data=2))
     env = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     with Supervisor(run.logs) as supervisor, pytest.raises(ProcessDiedError) as caught:
-        run_trainer("tests.launch.failing_rank", config, run, supervisor, env=env)
+        run_trainer(Job(config, run, supervisor), "tests.launch.failing_rank", env=env)
     ended_s = time.monotonic()
     assert 0 < ended_s - float((tmp_path / "failed_at_s.txt").read_text()) < END_S
     assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(_command(p))]

@@ -9,7 +9,6 @@ import pytest
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import services
-from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
 from tools_sandbox.client import SandboxClient, SandboxDenied
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -21,8 +20,8 @@ def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
     config = JobConfig("test", engine=EngineConfig(replicas=2), seed=2**32 - 1)
 
     def seed(job: JobConfig, index: int) -> str:
-        run = RunDirectory(tmp_path)
-        command = services._engine(job, run, tmp_path, index, LocalBackend(), tmp_path, "token").command
+        held = services.Job(job, RunDirectory(tmp_path), Supervisor(tmp_path))
+        command = services._engine(held, tmp_path, index, tmp_path, "token").command
         return command[command.index("--random-seed") + 1]
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]
@@ -33,7 +32,10 @@ def test_tool_service_of_a_job_needs_the_token_of_the_job(tmp_path: Path, monkey
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     run = RunDirectory(tmp_path)
     run.sandbox_config.write_text("python: {preload: []}")
-    with Supervisor(run.logs) as supervisor, services.tool_service(JobConfig("test"), run, supervisor) as (url, token):
+    with (
+        Supervisor(run.logs) as supervisor,
+        services.tool_service(services.Job(JobConfig("test"), run, supervisor)) as (url, token),
+    ):
         with SandboxClient(url, token) as client:
             assert client.call("python", {"code": "6 * 7"}).text == "42"
         with SandboxClient(url) as stranger, pytest.raises(SandboxDenied, match="401"):

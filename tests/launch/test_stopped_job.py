@@ -16,9 +16,8 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import job
 from arpo_megatron.launch.backend import LocalBackend
-from arpo_megatron.launch.services import run_trainer
+from arpo_megatron.launch.services import Job, run_trainer
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.utils.atomic import write_json
 
 WORDS = ["platform=cpu", "sft.steps=2", "train.steps=3"]
@@ -47,10 +46,15 @@ class Ranks(LocalBackend):
         yield SimpleNamespace(environment={})
 
     def train(self, *overrides: str) -> None:
-        config = resolve.resolve("quickstart", overrides=[*WORDS, *overrides])
-        with Supervisor(self.run.logs) as supervisor, pytest.MonkeyPatch.context() as patch:
+        with self.job(*overrides) as held, pytest.MonkeyPatch.context() as patch:
             patch.setattr(job, "services", self.services)
-            job.run_training_phases(config, self.run, supervisor, Progress(), lambda: None, self)
+            job.run_training_phases(held)
+
+    @contextmanager
+    def job(self, *overrides: str) -> Iterator[Job]:
+        config = resolve.resolve("quickstart", overrides=[*WORDS, *overrides])
+        with Supervisor(self.run.logs) as supervisor:
+            yield Job(config, self.run, supervisor, backend=self)
 
 
 def test_job_stopped_during_its_export_is_done(tmp_path: Path) -> None:
@@ -80,21 +84,13 @@ def test_no_engine_starts_after_a_stopped_sft(tmp_path: Path, exports: bool) -> 
 
 def test_sft_stopped_during_its_export_is_done(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "sft", exports=True)
-    with Supervisor(ranks.run.logs) as supervisor:
-        job.run_sft_phase(
-            resolve.resolve("quickstart", overrides=WORDS), ranks.run, supervisor, Progress(), lambda: None, ranks
-        )
+    with ranks.job() as held:
+        job.run_sft_phase(held)
 
 
 def test_stop_file_of_a_killed_job_does_not_stop_an_export(tmp_path: Path) -> None:
     ranks = Ranks(RunDirectory(tmp_path), "", exports=True)
     ranks.run.stop.touch()
-    with Supervisor(ranks.run.logs) as supervisor:
-        run_trainer(
-            "arpo_megatron.trainer.export_checkpoint",
-            resolve.resolve("quickstart"),
-            ranks.run,
-            supervisor,
-            backend=ranks,
-        )
+    with ranks.job() as held:
+        run_trainer(held, "arpo_megatron.trainer.export_checkpoint")
     assert ranks.ran == ["export_checkpoint"]

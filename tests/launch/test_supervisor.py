@@ -1,4 +1,4 @@
-"""Services that die or hang are restarted at their address a limited number of times; the health page shows it."""
+"""Services that die or hang are restarted at their address a limited number of times; `arpo health` shows it."""
 
 import json
 import os
@@ -110,12 +110,10 @@ def test_dead_or_hung_service_is_restarted_at_its_address(
         notes = [event["text"] for event in events(run)]
         assert notes == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
         supervisor.check()
-        health = {role["name"]: role for role in read_health(run)["processes"]}
-        assert (health["toy"]["pid"], health["toy"]["up"], health["toy"]["restarts"]) == (second, True, 1)
-        assert health["toy"]["last_error"] == why
-        assert (health["other"]["restarts"], health["other"]["last_error"]) == (0, "")
-        page = requests.get(json.loads(run.health.read_text())["url"], timeout=5).text
-        assert why in page
+        health = {role.name: role for role in read_health(run)}
+        assert (health["toy"].pid, health["toy"].up, health["toy"].restarts) == (second, True, 1)
+        assert health["toy"].last_error == why
+        assert (health["other"].restarts, health["other"].last_error) == (0, "")
         print_health(run)
         assert why in capsys.readouterr().out
     assert answer(toy.url) is None
@@ -143,7 +141,7 @@ def test_service_in_its_first_start_is_not_down(
         assert " starting " in output and " down " not in output
         may_serve.unlink()
         os.kill(answer(toy.url) or 0, signal.SIGKILL)
-        wait_until(lambda: not read_health(run)["processes"][0]["up"])
+        wait_until(lambda: not read_health(run)[0].up)
         print_health(run)
         assert " down " in capsys.readouterr().out
 
@@ -153,7 +151,7 @@ def test_job_ends_with_the_reason_after_the_last_restart(run: RunDirectory, supe
     trainer = supervisor.start("trainer", [sys.executable, "-c", "import time; time.sleep(600)"])
     with supervisor.serving(run, restarts=1):
         supervisor.serve(toy)
-        names = {role["name"]: role["pid"] for role in read_health(run)["processes"]}
+        names = {role.name: role.pid for role in read_health(run)}
         assert names["trainer"] == trainer.process.pid
         killed: set[int] = set()
 
@@ -232,14 +230,14 @@ with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=3):
 """
 
 
-def test_services_and_health_page_die_with_a_killed_job(run: RunDirectory) -> None:
+def test_services_die_with_a_killed_job(run: RunDirectory) -> None:
     script = LAUNCHER.format(tests=str(Path(__file__).resolve().parents[2]), path=str(run.path))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         url = job.stdout.readline().strip()
         pid = answer(url)
         assert pid
-        assert read_health(run)["processes"][0]["pid"] == pid
+        assert read_health(run)[0].pid == pid
         job.kill()
     wait_until(lambda: not psutil.pid_exists(pid))
     with pytest.raises(UserError, match="the job has ended"):

@@ -10,7 +10,7 @@ from arpo_megatron.rollout.handle import RolloutHandle, rollout_service, rollout
 from arpo_megatron.rollout.messages import ServiceSettings
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
-from tools_sandbox.utils.temporary import TemporaryFolder
+from arpo_megatron.utils.temporary import TemporaryFolder
 
 STARTUP_S = 180.0
 

@@ -1,6 +1,7 @@
 """Planning, resuming and the report of a study from written results; a tiny study runs for real in `slow_campaign`."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
-from arpo_megatron.cli.study import _study
+from arpo_megatron.cli.study import app
 from arpo_megatron.config.io import dump_config, save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -166,20 +168,20 @@ def test_report_leaves_out_seeds_without_all_arms(tmp_path: Path) -> None:
         StudyResults.select(DESIGN, collect(runs[:1]), "x", [1])
 
 
-def test_failed_run_does_not_withhold_the_report_of_other_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_run_does_not_withhold_the_report_of_other_seeds(tmp_path: Path) -> None:
     for run in plan_runs(DESIGN, tmp_path, 2, []):
         if run.seed == 1:
             finish(run, [0.2, 0.5], 100)
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "seed2").touch()  # not a directory
-    with pytest.raises(ProcessDiedError, match=r"1 of the runs failed; .*\ncold start seed 2"):
-        _study("efficiency", [], 2, 1, tmp_path, None, "grpo,arpo")
+    words = ["efficiency", "--seeds", "2", "--out", str(tmp_path), "--only", "grpo,arpo"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ProcessDiedError)
+    assert re.search(r"1 of the runs failed; .*\ncold start seed 2", str(done.exception))
     page = (tmp_path / "report" / "README.md").read_text()
     assert "mean over 1 seed with" in page
     assert "left out: [2]" in page
-    assert "results.parquet" in capsys.readouterr().out
+    assert "results.parquet" in done.output
 
 
 def test_curves_of_a_seed_start_from_the_mean_of_its_arms(tmp_path: Path) -> None:

@@ -24,9 +24,6 @@ from tests.actor import cases
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-MADE_BY = {"model": "m", "config": "c"}
-
-
 def new_actor() -> Actor:
     torch.manual_seed(1)
     return Actor(cases.job(), cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-2), total_updates=10)
@@ -46,7 +43,7 @@ def with_a(value: float, packs, index: int):
 def bad_update(actor: Actor, packs, old=None, step: int = 0) -> SkippedUpdate:
     stats = actor.update(packs, old, "nll")
     assert stats.skipped
-    return SkippedUpdate("train", step, "nll", actor.nonfinite_packs, packs, old, made_by=MADE_BY)
+    return SkippedUpdate("train", step, "nll", actor.nonfinite_packs, packs, old)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -75,12 +72,11 @@ def test_dump_holds_the_whole_batch(tmp_path, old, budget):
     packs = with_a(np.nan, packs_of(0, budget), 0)
     logprobs = [pack.sampling_logprobs for pack in packs] if old else None
     reference = [pack.weight for pack in packs] if old else None
-    first = SkippedUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference, made_by=MADE_BY)
+    first = SkippedUpdate("sft", 7, "policy", [0, 2], packs, logprobs, reference)
     paths = [save_skipped_update(tmp_path / "skipped_updates", first) for _ in range(2)]
     assert [path.name for path in paths] == ["sft_000007.npz", "sft_000007-2.npz"]
     again = load_skipped_update(paths[1])
     assert (again.phase, again.step, again.loss, list(again.suspects)) == ("sft", 7, "policy", [0, 2])
-    assert again.made_by == MADE_BY
     for one, two in zip(first.packs, again.packs, strict=True):
         for field in dataclasses.fields(one):
             left, right = getattr(one, field.name), getattr(two, field.name)
@@ -113,7 +109,7 @@ def test_replay_reports_what_is_finite_and_changes_nothing(tmp_path):
 
 def test_three_skipped_updates_in_a_row_end_the_run(tmp_path):
     events, folder = EventLog(tmp_path / "events.jsonl"), tmp_path / "skipped_updates"
-    bad = SkippedUpdate("train", 3, "policy", [1], packs_of(0), None, made_by=MADE_BY)
+    bad = SkippedUpdate("train", 3, "policy", [1], packs_of(0), None)
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = 0 if update is None else dump_skipped_update(update, in_a_row, folder, events)

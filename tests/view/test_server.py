@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.health import HealthPage, ServiceHealth
+from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file
@@ -181,16 +181,13 @@ def test_services_of_a_running_job_are_shown(tmp_path: Path) -> None:
     pages = Pages({"run": run})
     assert pages.answer("run", "roles") == []
     health = ServiceHealth("engine", 7, True, time.time() - 60, 2, HOSTILE, "http://127.0.0.1:1", "logs/engine.log")
-    page = HealthPage(run.health, lambda: [health])
-    try:
-        (role,) = pages.answer("run", "roles")
-        assert (role["name"], role["up"], role["restarts"], role["last_error"]) == ("engine", True, 2, HOSTILE)
-        assert 60 <= role["seconds"] < 600
-        port = json.loads(run.health.read_text())["url"].rpartition(":")[2]
-        run.health.write_text(json.dumps({"url": f"http://localhost:{port}"}))
-        assert pages.answer("run", "roles") == []  # only the address that a job writes is asked
-    finally:
-        page.close()
+    write_health(run.health, [health])
+    (role,) = pages.answer("run", "roles")
+    assert (role["name"], role["up"], role["restarts"], role["last_error"]) == ("engine", True, 2, HOSTILE)
+    assert 60 <= role["seconds"] < 600
+    for foreign in ("{}", "[]", "no JSON", json.dumps({"host": "another", "processes": [{"name": "engine"}]})):
+        run.health.write_text(foreign)
+        assert pages.answer("run", "roles") == []
 
 
 def test_run_without_a_step_has_a_page(tmp_path: Path) -> None:

@@ -1,22 +1,15 @@
 """Pushes into a real SGLang server: its next log-probs are those of the trainer's weights, or it refuses to
 generate."""
 
-import base64
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -24,34 +17,29 @@ import pytest
 import requests
 import torch
 
-from arpo_megatron.config import EngineConfig, ParallelConfig
-from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, WeightSync, probe_gap
-from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport, shared_memory
-from tests.faults import small_disk
-from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, reference_logprobs, sample_tokens
-
-ROOT = Path(__file__).resolve().parents[2]
-TOKENS = sample_tokens(48)
-TIMEOUT_S = 60.0
-BUCKET_BYTES = 20_000
-TINY_BUCKET_BYTES = 3_000
-"""All projections, and the embedding, come in blocks."""
-SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
-NORM = ("model.norm.weight", torch.ones(32))
-
-
-def add_tokenizer(directory: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(directory)
+from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory
+from tests.models.tiny_models import make, megatron_logprobs, reference_logprobs
+from tests.weights.pushes import (
+    BUCKET_BYTES,
+    NORM,
+    ROOT,
+    SIZES,
+    TIMEOUT_S,
+    TINY_BUCKET_BYTES,
+    TOKENS,
+    add_tokenizer,
+    begun,
+    generate,
+    post,
+    trainer,
+    weight_sync,
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,64 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path) -> Iterator[EngineHandle]:
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=model.parent / "log") as handle:
         yield handle
-
-
-@contextmanager
-def weight_sync(
-    url: str,
-    make_transport: Callable[[EngineAdmin], Transport] = Broadcast,
-    timeout_s: float = TIMEOUT_S,
-    *,
-    verify_every: int = 1,
-) -> Iterator[WeightSync]:
-    requests = EngineAdmin([url], timeout_s)
-    sync = WeightSync(requests, make_transport(requests), verify_every=verify_every)
-    try:
-        yield sync
-    finally:
-        sync.close()
-
-
-def post(url: str, max_new_tokens: int = 4) -> requests.Response:
-    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return requests.post(
-        f"{url}/generate", json={"input_ids": TOKENS.tolist(), "sampling_params": sampling}, timeout=60
-    )
-
-
-def begun(url: str, pool: ThreadPoolExecutor) -> "Future[int]":
-    """A long generation of which the first token is there; its result is how many there are in the end."""
-    sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
-    body = {"input_ids": TOKENS.tolist(), "sampling_params": sampling, "stream": True}
-    answer = requests.post(f"{url}/generate", json=body, timeout=60, stream=True)
-    answer.raise_for_status()
-    parts = (line.removeprefix(b"data: ") for line in answer.iter_lines() if line.startswith(b"data: {"))
-    first = next(parts)
-
-    def tokens() -> int:
-        *_, last = first, *parts
-        return int(json.loads(last)["meta_info"]["completion_tokens"])
-
-    return pool.submit(tokens)
-
-
-def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
-    answer = post(url, max_new_tokens)
-    answer.raise_for_status()
-    return dict(answer.json())
-
-
-def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
-    """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
-    from arpo_megatron.actor.model import build_model
-    from arpo_megatron.models.spec import ModelSpec
-    from arpo_megatron.weights.load import load_hf
-
-    reference = make(directory / str(seed), "qwen3-tied", seed=seed)
-    spec = ModelSpec.from_hf(directory / str(seed))
-    model = build_model(spec, ParallelConfig(), "float32")
-    load_hf([model], spec, directory / str(seed))
-    return model, spec, reference
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -450,109 +380,3 @@ def test_dead_engine_is_an_error_and_not_a_hang(engine: EngineHandle) -> None:
         with pytest.raises(WeightPushError, match=f"{engine.url}/arpo/begin_push"):
             sync.push([[NORM]], 71)
     assert time.monotonic() - started < TIMEOUT_S
-
-
-SGLANG_KNOWS = """
-import inspect, json
-from arpo_megatron.engine.server.cpu import install_stubs
-install_stubs()
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from sglang.srt.managers import io_struct
-from sglang.srt.utils import patch_torch
-from sglang.srt.utils.common import SafeUnpickler
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-requests = ("UpdateWeightsFromTensor", "UpdateWeightsFromDistributed", "UpdateWeightFromDisk", "InitWeightsUpdateGroup",
-    "DestroyWeightsUpdateGroup", "CheckWeights")
-print(json.dumps({
-    "fields": {name: list(getattr(io_struct, name + "ReqInput").__struct_fields__) for name in requests},
-    "metadata": list(FlattenedTensorMetadata.__dataclass_fields__),
-    "device": patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX,
-    "device_name": list(inspect.signature(rebuild_cuda_tensor).parameters)[patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX],
-    "safe": sorted(SafeUnpickler.ALLOWED_MODULE_PREFIXES),
-}))
-"""
-
-
-def test_requests_have_the_fields_of_the_installed_sglang() -> None:
-    """Also that of CUDA handles, which no CPU can try: SGLang takes a GPU's name in the place of its number."""
-    done = subprocess.run([sys.executable, "-c", SGLANG_KNOWS], capture_output=True, text=True, check=True)
-    known = json.loads(done.stdout.splitlines()[-1])
-    sent = {
-        "UpdateWeightsFromTensor": {"serialized_named_tensors", "load_format", "flush_cache"},
-        "UpdateWeightsFromDistributed": {"names", "dtypes", "shapes", "group_name", "load_format", "flush_cache"},
-        "UpdateWeightFromDisk": {"model_path", "load_format", "flush_cache"},
-        "InitWeightsUpdateGroup": {
-            *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
-        },
-        "DestroyWeightsUpdateGroup": {"group_name"},
-        "CheckWeights": {"action"},
-    }
-    for name, fields in sent.items():
-        assert fields <= set(known["fields"][name]), name
-    assert set(known["metadata"]) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"}
-    assert (known["device"], known["device_name"]) == (shared_memory._DEVICE_ARGUMENT, "storage_device")
-    assert {"torch.", "types."} <= set(known["safe"])
-
-
-def test_shared_memory_refuses_an_engine_on_another_machine() -> None:
-    with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
-        SharedMemory(EngineAdmin(["http://192.0.2.1:80"], TIMEOUT_S))
-
-
-class MappingEngine(BaseHTTPRequestHandler):
-    """The engine's half of shared memory only: map each bucket and release it."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        for handle in body["serialized_named_tensors"]:
-            assert pickle.loads(base64.b64decode(handle))["flattened_tensor"].view(torch.float32).eq(1).all()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_arguments: object) -> None:
-        """Keep the test's output clean."""
-
-
-def test_shared_memory_is_free_between_pushes() -> None:
-    def mapped() -> bool:
-        return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
-
-    bucket = [("weight", torch.ones(5000))]
-    with ThreadingHTTPServer(("127.0.0.1", 0), MappingEngine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        requests = EngineAdmin([url], TIMEOUT_S)
-        transport = SharedMemory(requests)
-        for _ in range(2):
-            transport.connect([EngineEndpoint(url, 2, "")])
-            for _ in range(2):
-                transport.send(bucket)()
-                assert mapped()
-            assert transport.finish() == 2
-            assert not mapped()
-        requests.close()
-        server.shutdown()
-
-
-def test_full_disk_is_reported_and_freed(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    requests = EngineAdmin(["http://127.0.0.1:9"], TIMEOUT_S)
-    transport = Disk(requests, disk / "sync")
-    with small_disk(disk, 2**14) as full:
-        transport.connect(())
-        with pytest.raises(WeightPushError, match=rf"sync/model\.safetensors: {full}"):
-            transport.send([("weight", torch.ones(5000))])()
-        transport.close()
-        assert list(disk.iterdir()) == [], "the disk is freed until the next attempt"
-    requests.close()
-
-
-def test_probe_gap_is_the_largest_difference_and_infinite_for_nan() -> None:
-    assert probe_gap([-1.0, -2.0], np.float32([-1.0, -2.5])) == 0.5
-    assert probe_gap([-1.0], [np.nan]) == float("inf")
-    assert probe_gap([-np.inf], [-np.inf]) == float("inf")
-    with pytest.raises(ValueError, match="cannot be compared"):
-        probe_gap([-1.0], [-1.0, -2.0])
-    assert probe_gap([], []) == 0.0

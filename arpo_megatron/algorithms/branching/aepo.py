@@ -26,7 +26,6 @@ class AepoPolicy(ForkingPolicy):
     vocabulary_size: int
     """V."""
     seed: int
-    """Seed of the run."""
     probe_slope: float = 0.5
     """Slope of the sigmoid."""
     streak_penalty: float = 0.05

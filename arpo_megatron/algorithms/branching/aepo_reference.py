@@ -21,7 +21,6 @@ class AepoReferencePolicy(ForkingPolicy):
     vocabulary_size: int
     """V."""
     seed: int
-    """Seed of the run."""
     streak_penalty: float = 0.05
     """0.05 in the released code."""
 

@@ -24,7 +24,6 @@ class ArpoPolicy(ForkingPolicy):
     vocabulary_size: int
     """V."""
     seed: int
-    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
         """Decide by one draw per fork point; a fork fills the beam as far as the budget allows."""

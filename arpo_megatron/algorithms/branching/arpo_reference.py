@@ -44,7 +44,6 @@ class ArpoReferencePolicy(ForkingPolicy):
     vocabulary_size: int
     """V."""
     seed: int
-    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
         """Decide by one draw per fork point; tokens sampled after the tool result do not matter."""

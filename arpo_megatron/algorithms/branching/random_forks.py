@@ -16,7 +16,6 @@ class RandomPolicy(ForkingPolicy):
     """
 
     seed: int
-    """Seed of the run."""
 
     def decide(self, point: ForkPoint) -> Decision:
         """Decide by one draw per fork point."""

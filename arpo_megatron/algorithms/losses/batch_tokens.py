@@ -18,7 +18,6 @@ class BatchTokens:
     """All tokens of a batch, tree after tree, in segment-index order: float64[tokens] each."""
 
     shapes: Sequence[TreeShape]
-    """The shapes of the trees."""
     positive: Floats
     """Sum over leaves of w_i max(A_i, 0); 0 outside MODEL tokens."""
     negative: Floats

@@ -15,11 +15,9 @@ class StoredTrajectory:
     """A finished trajectory with its scores."""
 
     prompt: Segment
-    """Its PROMPT segment."""
     segments: tuple[Segment, ...]
     """The other segments, in order from the prompt, with the log-probs at which the engine sampled them."""
     reward: float
-    """Its reward."""
     accuracy: float
     """Correctness of its answer, in [0, 1]."""
     format_ok: bool

@@ -54,7 +54,6 @@ class RandomEngines:
     """The running engines; a context manager that stops them."""
 
     logs: Path
-    """Directory of their logs."""
     dtype: Literal["bfloat16", "float32"]
     """Data type of their parameters."""
     sizes: EngineConfig

@@ -82,7 +82,6 @@ class RolloutBench:
     tasks: int = 16
     """Trees in flight."""
     tool_s: float = 0.2
-    """Latency of a tool."""
 
     def measure_decoding(self, kind: EngineKind, *, compare: bool) -> Figures:
         """Measure each load; with `compare`, also on a second engine without entropies."""

@@ -29,8 +29,7 @@ from arpo_megatron.config import (
     SandboxConfig,
     TrainConfig,
 )
-from arpo_megatron.launch.job import open_run, run_job_phases, show_progress
-from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.job import open_job, run_job_phases
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
@@ -129,18 +128,13 @@ class StepBench:
         Raises:
             RuntimeError: a process died, or no step finished in `LIMIT_S`.
         """
-        config, found, phase = self.config(), _Observed(), "start"
+        found, phase = _Observed(), "start"
         started, own = time.monotonic(), used_bytes()
-        with (
-            open_run(config, resume=False) as run,
-            show_progress(run) as (progress, poll),
-            Supervisor(run.logs) as supervisor,
-        ):
-            reader = EventReader(run.events)
+        with open_job(self.config(), resume=False) as job:
+            reader = EventReader(job.run.events)
 
             def watch() -> None:
                 nonlocal phase
-                poll()
                 for event in reader.new():
                     if event["kind"] == "phase":
                         phase = event["name"]
@@ -151,12 +145,13 @@ class StepBench:
                 found.used[phase] = max(found.used[phase], used_bytes() - own)
                 late = time.monotonic() - started > LIMIT_S
                 if late and not found.steps:
-                    raise RuntimeError(f"no step finished within {LIMIT_S:.0f} s; logs: {run.logs}")
+                    raise RuntimeError(f"no step finished within {LIMIT_S:.0f} s; logs: {job.run.logs}")
                 if late or len(found.steps) >= self.steps:
                     raise _EnoughError
 
+            job.supervisor.checks.append(watch)
             try:
-                run_job_phases(config, run, supervisor, progress, watch)
+                run_job_phases(job)
             except _EnoughError:
                 pass
             except ProcessDiedError as error:
@@ -173,7 +168,6 @@ class _Observed:
     """Metrics, memory and start-up time, collected while the job runs."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics of each step."""
     used: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Most device bytes in use by all processes of the job, by phase."""
     startup_s: float = 0.0

@@ -29,9 +29,7 @@ class JudgeQuestion:
     """Prompt of one request to a judge, and the verdicts that it may give."""
 
     system: str
-    """System message."""
     user: str
-    """User message."""
     code: str
     """Code without which no verdict counts."""
     verdicts: tuple[str, ...]

@@ -28,7 +28,6 @@ class TargetedTasks:
     tasks: Sequence[Task]
     """All tasks."""
     seed: int
-    """Seed of the draws."""
     difficulty_target: float = 0.5
     """Target success, 1 - alpha; 0.5 in the paper."""
     difficulty_temperature: Annotated[float, Field(gt=0)] = 0.1

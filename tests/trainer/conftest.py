@@ -1,0 +1,45 @@
+"""A tree collector with doubles of its surroundings."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arpo_megatron.config import AlgorithmConfig, JobConfig, RolloutConfig, TrainConfig
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.selectors.base import TaskSelector
+from arpo_megatron.trainer.collector import TreeCollector
+from arpo_megatron.trainer.step_journal import StepJournal
+from arpo_megatron.tree import RolloutTree
+from tests.trainer.doubles import Rollouts, Selector, Start
+
+
+@pytest.fixture
+def collector(tmp_path: Path) -> Start:
+    def make(
+        signal: Callable[[str], bool] = lambda _id: True, selector: TaskSelector | None = None, **rollout: Any
+    ) -> tuple[TreeCollector, Rollouts]:
+        def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
+            rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
+            whole = zip(tasks, trees, rewards, strict=True)
+            return [ScoredTree(task, tree, given, given, given == 1) for task, tree, given in whole]
+
+        config = JobConfig(
+            "test",
+            train=TrainConfig(steps=4, tasks_per_step=4),
+            rollout=RolloutConfig(**rollout),
+            algorithm=AlgorithmConfig(drop_groups_without_signal=True, trajectory_weight_limit=2.0),
+        )
+        rollouts = Rollouts()
+        events = EventLog(tmp_path / "events.jsonl")
+        journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
+        scorer: Any = SimpleNamespace(score=score)
+        double: Any = rollouts
+        return TreeCollector(config, double, scorer, selector or Selector(), journal, events), rollouts
+
+    return make

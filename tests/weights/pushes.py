@@ -1,0 +1,93 @@
+"""A model, its trainer and requests to its engine, for tests of weight pushes."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+
+from arpo_megatron.config import EngineConfig, ParallelConfig
+from arpo_megatron.engine.admin import EngineAdmin
+from arpo_megatron.weights.sync import WeightSync
+from arpo_megatron.weights.transports import Broadcast, Transport
+from tests.models.tiny_models import VOCABULARY, make, sample_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = sample_tokens(48)
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 20_000
+TINY_BUCKET_BYTES = 3_000
+"""All projections, and the embedding, come in blocks."""
+SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
+NORM = ("model.norm.weight", torch.ones(32))
+
+
+def add_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(directory)
+
+
+@contextmanager
+def weight_sync(
+    url: str,
+    make_transport: Callable[[EngineAdmin], Transport] = Broadcast,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    verify_every: int = 1,
+) -> Iterator[WeightSync]:
+    requests = EngineAdmin([url], timeout_s)
+    sync = WeightSync(requests, make_transport(requests), verify_every=verify_every)
+    try:
+        yield sync
+    finally:
+        sync.close()
+
+
+def post(url: str, max_new_tokens: int = 4) -> requests.Response:
+    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return requests.post(
+        f"{url}/generate", json={"input_ids": TOKENS.tolist(), "sampling_params": sampling}, timeout=60
+    )
+
+
+def begun(url: str, pool: ThreadPoolExecutor) -> "Future[int]":
+    """A long generation of which the first token is there; its result is how many there are in the end."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
+    body = {"input_ids": TOKENS.tolist(), "sampling_params": sampling, "stream": True}
+    answer = requests.post(f"{url}/generate", json=body, timeout=60, stream=True)
+    answer.raise_for_status()
+    parts = (line.removeprefix(b"data: ") for line in answer.iter_lines() if line.startswith(b"data: {"))
+    first = next(parts)
+
+    def tokens() -> int:
+        *_, last = first, *parts
+        return int(json.loads(last)["meta_info"]["completion_tokens"])
+
+    return pool.submit(tokens)
+
+
+def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
+    answer = post(url, max_new_tokens)
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
+    """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
+    from arpo_megatron.actor.model import build_model
+    from arpo_megatron.models.spec import ModelSpec
+    from arpo_megatron.weights.load import load_hf
+
+    reference = make(directory / str(seed), "qwen3-tied", seed=seed)
+    spec = ModelSpec.from_hf(directory / str(seed))
+    model = build_model(spec, ParallelConfig(), "float32")
+    load_hf([model], spec, directory / str(seed))
+    return model, spec, reference
