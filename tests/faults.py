@@ -190,8 +190,9 @@ class ToolProxy:
             await asyncio.sleep(4)
         if body["tool"] == "search":
             return web.json_response({"text": PAGE, "status": "ok", "seconds": 0.1, "cached": False})
+        token = {"Authorization": request.headers["Authorization"]}
         try:
-            async with self._session.post(f"{self._target}/call", json=body) as answer:
+            async with self._session.post(f"{self._target}/call", json=body, headers=token) as answer:
                 return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
         except aiohttp.ClientError:
             return web.Response(status=502)
