@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -55,6 +56,31 @@ def small_disk(folder: Path, size: int, kind: str = FULL[0]) -> Iterator[str]:
     finally:
         with suppress(ValueError):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+TRACER = """
+import ctypes, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+assert libc.ptrace(0x4206, int(sys.argv[1]), None, None) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def without_end(pid: int) -> Iterator[None]:
+    """Keep a child process from ending for its parent, as the kernel does while it waits for a device.
+
+    A process that another one traces is not reported as ended until its tracer lets it go.
+    """
+    command = [sys.executable, "-c", TRACER, str(pid)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None and tracer.stdout.readline() == b"holds\n"
+        try:
+            yield
+        finally:
+            tracer.kill()
 
 
 class Proxies:

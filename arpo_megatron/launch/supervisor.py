@@ -11,6 +11,7 @@ kills them if the command line is killed, so nothing is left behind.
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
+    GRACE_S,
     REAP_DEADLINE_S,
     ProcessDiedError,
     exit_code,
@@ -153,7 +155,7 @@ class Supervisor:
         """End a process that runs once, before its time."""
         self.forget(process)
         if process.process is not None:
-            stop_groups([process.process])
+            _stop([process.process])
 
     def check(self) -> None:
         """Call all `checks`. Raises ProcessDiedError if a service has failed for good."""
@@ -194,7 +196,7 @@ class Supervisor:
     def stop(self) -> None:
         """End all processes that run once: SIGTERM, then SIGKILL after GRACE_S. A ctrl-C does not interrupt it."""
         with interrupts_ignored():
-            stop_groups([each.process for each in self.running if each.process is not None])
+            _stop([each.process for each in self.running if each.process is not None])
         self.running.clear()
 
 
@@ -233,7 +235,7 @@ class _Services:
             self._ending.set()
         for grace_s in sorted({service.spec.grace_s for service in self._services}):
             same = [service for service in self._services if service.spec.grace_s == grace_s]
-            stop_groups([service.process for service in same if service.process is not None], grace_s)
+            _stop([service.process for service in same if service.process is not None], grace_s)
         for thread in self._threads:
             thread.join(REAP_DEADLINE_S)
         self._health.unlink(missing_ok=True)
@@ -257,13 +259,15 @@ class _Services:
             self.write_health()
             error, code = self._watch(service, process)
             if self._ending.is_set():
-                process.wait()  # for its grace: the kernel kills it when this thread ends
+                with suppress(subprocess.TimeoutExpired):  # the kernel kills it when this thread ends
+                    process.wait(spec.grace_s + REAP_DEADLINE_S)
                 return None
             was_up_s = time.time() - service.since if service.up else None
-            service.error = error
             service.set_up(False)
+            service.error = error
             self.write_health()
-            stop_groups([process], spec.restart_grace_s)
+            if stop_groups([process], spec.restart_grace_s):
+                service.error = error = f"{error}; {_unkillable([process.pid])}"
             if was_up_s is None and not service.restarts:
                 return self._fail(service, "", code)
             with self._starting:
@@ -315,6 +319,17 @@ class _Services:
         name = service.spec.name
         with suppress(OSError):  # a full disk must not end what keeps the job alive
             self._events.emit("restart", role=name, number=self._restarted, text=f"{name} {text}")
+
+
+def _stop(processes: "Sequence[subprocess.Popen[bytes]]", grace_s: float = GRACE_S) -> None:
+    """Do `stop_groups`, and print which processes the kernel does not end."""
+    if left := stop_groups(processes, grace_s):
+        print(f"arpo: {_unkillable(left)}", file=sys.stderr, flush=True)
+
+
+def _unkillable(pids: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, pids))
+    return f"SIGKILL has not ended process {numbers}: it waits for a device or a filesystem and may hold memory"
 
 
 def _answers(url: str, timeout_s: float) -> bool:

@@ -38,10 +38,12 @@ class ProcessDiedError(Exception):
         self.code = code
 
 
-def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRACE_S) -> None:
+def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRACE_S) -> list[int]:
     """End whole process groups: SIGTERM, up to `grace_s` seconds for all of them (0: no SIGTERM), then SIGKILL.
 
-    No member is left, unless the kernel takes longer than REAP_DEADLINE_S.
+    Returns:
+        Ids of the groups with a member that the kernel has not ended after REAP_DEADLINE_S: it waits for a device or a
+        filesystem.
     """
     if grace_s:
         for process in processes:
@@ -49,8 +51,8 @@ def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRA
         _wait_for_end(processes, grace_s)
     for process in processes:
         _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
     _wait_for_end(processes, REAP_DEADLINE_S)
+    return [process.pid for process in processes if _group_alive(process)]
 
 
 def die_with_parent() -> None:

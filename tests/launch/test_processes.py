@@ -15,6 +15,7 @@ import pytest
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.utils.processes import ProcessDiedError, bind_to_parent
+from tests.faults import without_end
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 STUBBORN = [
@@ -79,6 +80,19 @@ def test_stop_kills_groups_that_ignore_sigterm(tmp_path: Path) -> None:
         started = time.monotonic()
     assert time.monotonic() - started < 60
     assert all(gone(pid) for pid in family)
+
+
+def test_process_that_the_kernel_does_not_end_holds_up_no_end_of_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Supervisor(tmp_path) as supervisor:
+        process = supervisor.start("trainer", SLEEP).process
+        with without_end(process.pid):
+            supervisor.stop()  # would wait for as long as the device hangs
+            assert process.poll() is None
+    expected = f"arpo: SIGKILL has not ended process {process.pid}: it waits for a device or a filesystem"
+    assert expected in capsys.readouterr().err
+    assert process.wait(60) == -signal.SIGKILL
 
 
 def test_processes_die_with_a_killed_launcher(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.service_spec import ServiceSpec
+from tests.faults import without_end
 
 SERVER = """
 import http.server, os, sys
@@ -120,6 +121,20 @@ def test_dead_or_hung_service_is_restarted_at_its_address(
     assert not psutil.pid_exists(second)
     with pytest.raises(UserError, match="the job has ended"):
         read_health(run)
+
+
+def test_service_is_restarted_while_the_kernel_does_not_end_the_old_process(
+    run: RunDirectory, supervisor: Supervisor
+) -> None:
+    toy = program(run, hang_timeout_s=3.0)
+    with supervisor.serving(run, restarts=3):
+        supervisor.serve(toy)
+        first = answer(toy.url)
+        assert first
+        with without_end(first):
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: (pid := answer(toy.url)) and pid != first)
+        assert f"did not answer for 3 s; SIGKILL has not ended process {first}" in events(run)[0]["text"]
 
 
 def test_service_in_its_first_start_is_not_down(

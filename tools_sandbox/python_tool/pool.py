@@ -34,6 +34,7 @@ Calls, or all processes of a user or of the machine, share these."""
 _SCARCE_WAIT_S = 5.0
 _POLL_S = 0.02
 _RESTART_TIMEOUT_S = 15.0
+_KILL_TIMEOUT_S = 4.0
 """Seconds that a call waits for a new zygote. A machine without free processes or memory may need a while to start
 one."""
 _MAX_PAUSE_S = 2.0
@@ -309,7 +310,8 @@ class PythonPool:
                 process.wait(timeout=1.5)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_KILL_TIMEOUT_S)
         if self._folder is not None:
             # A zygote removes the folder itself, even if the service was killed, unless it was killed too.
             self._folder.remove()

@@ -15,12 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, Pipe
 
 from arpo_megatron.rewards.math.notation import canonicalise, compare_without_algebra, is_unambiguous, same_text
 from arpo_megatron.rewards.math.units import same_unit, unit_of
+from arpo_megatron.utils.processes import REAP_DEADLINE_S
 
 MAX_ANSWER_CHARACTERS = 500
 """A longer answer is wrong unless it equals the expected text."""
@@ -164,7 +166,8 @@ class _Worker:
         """Kill the process and close its connection."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(REAP_DEADLINE_S)
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
