@@ -107,7 +107,7 @@ def process_of(job: Job, module: str) -> psutil.Process:
 
 def check_sockets(processes: list[psutil.Process]) -> None:
     """Check that no other machine reaches a port of the job, and no other user its Unix sockets."""
-    assert len(listening_ports(processes)) >= 8, "four services, gloo twice in engine and trainer, store of the push"
+    assert len(listening_ports(processes)) >= 7, "three services, gloo twice in engine and trainer, store of the push"
     assert not exposed(processes)
 
 
