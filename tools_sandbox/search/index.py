@@ -33,7 +33,7 @@ from tools_sandbox.search.stopwords import IGNORED_IN_QUERIES
 
 log = logging.getLogger("tools_sandbox")
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the folder's format. An index of another version is rebuilt."""
 _KEYS = {"settings", "stats", "digests", "files", "passages", "remembered", "seconds"}
 """Keys of the folder's description, index.json."""
@@ -63,12 +63,12 @@ def ensure_index(config: SearchConfig) -> None:
 
 
 def is_current(config: SearchConfig) -> bool:
-    """Return True if the folder holds an intact index of the sources in their present state.
+    """Return True if the folder holds a whole index of the sources in their present state.
 
-    Contents are read only if the size or time of a file differs from the recorded one.
+    A source is read only if its size or time differs from the recorded one.
     """
     meta = _read_meta(config)
-    if meta is None or meta["settings"] != _settings(config) or not _is_intact(config, meta):
+    if meta is None or meta["settings"] != _settings(config) or not _is_whole(config, meta):
         return False
     if meta["stats"] == [_stat(source.path) for source in config.sources]:
         return True
@@ -76,16 +76,13 @@ def is_current(config: SearchConfig) -> bool:
     return digests == [content_digest(source.path) for source in config.sources]
 
 
-def _is_intact(config: SearchConfig, meta: dict[str, Any]) -> bool:
+def _is_whole(config: SearchConfig, meta: dict[str, Any]) -> bool:
+    """Return whether no file of the index is missing or truncated."""
     assert config.index_path is not None
-    for name, (stat, digest) in meta["files"].items():
-        path = config.index_path / name
-        try:
-            if _stat(path) != stat and (path.stat().st_size != stat[0] or content_digest(path) != digest):
-                return False
-        except (OSError, ConfigError):  # missing or unreadable
-            return False
-    return True
+    try:
+        return all((config.index_path / name).stat().st_size == size for name, size in meta["files"].items())
+    except OSError:
+        return False
 
 
 def build(config: SearchConfig) -> dict[str, Any]:
@@ -123,7 +120,7 @@ def _build_and_replace(config: SearchConfig, folder: Path) -> None:
             "seconds": round(time.monotonic() - began, 1),
         }
         files = [path for path in sorted(building.rglob("*")) if path.is_file() and path.suffix != ".lock"]
-        meta["files"] = {str(path.relative_to(building)): [_stat(path), content_digest(path)] for path in files}
+        meta["files"] = {str(path.relative_to(building)): path.stat().st_size for path in files}
         (building / "index.json").write_text(json.dumps(meta))
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)

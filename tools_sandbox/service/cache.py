@@ -25,10 +25,10 @@ log = logging.getLogger("tools_sandbox")
 
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 """Version of the table, stored as the file's `user_version`. The table of another version is dropped."""
-_FILE_ERRORS = (sqlite3.Error, ValueError, TypeError)
-"""Errors of a full disk or a damaged file: those of the database, and those of rows that were not written like this."""
+_FILE_ERRORS = (sqlite3.Error, ValueError)
+"""Errors of a full disk or a truncated file, and of rows whose text is not JSON."""
 _BUSY_S = 5.0
 """Seconds that a service waits for another one that is writing to the same file."""
 
@@ -97,25 +97,19 @@ class AnswerFile:
             database.execute("DROP TABLE IF EXISTS results")
             database.execute(
                 "CREATE TABLE results (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, status TEXT, text TEXT,"
-                " expires REAL, digest BLOB)"
+                " expires REAL)"
             )
             database.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         database.commit()
         return database
 
     async def get(self, key: str) -> _Entry | None:
-        """Return the entry of a key unless it has expired. Raises one of `_FILE_ERRORS` for a damaged file or row."""
+        """Return the entry of a key unless it has expired. Raises one of `_FILE_ERRORS` for a damaged file."""
 
         def read() -> _Entry | None:
-            statement = "SELECT status, text, expires, digest FROM results WHERE key = ? AND expires > ?"
+            statement = "SELECT status, text, expires FROM results WHERE key = ? AND expires > ?"
             row = self._database.execute(statement, (key, time.time())).fetchone()
-            if row is None:
-                return None
-            *content, digest = row
-            if _digest(key, *content) != digest:
-                raise ValueError("a row differs from what was written")
-            status, text, expires = content
-            return _Entry(ToolResult(status, json.loads(text)), expires)
+            return None if row is None else _Entry(ToolResult(row[0], json.loads(row[1])), row[2])
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
@@ -124,10 +118,10 @@ class AnswerFile:
 
         def write() -> None:
             with self._database:
-                statement = "INSERT OR REPLACE INTO results (key, status, text, expires, digest) VALUES (?, ?, ?, ?, ?)"
+                statement = "INSERT OR REPLACE INTO results (key, status, text, expires) VALUES (?, ?, ?, ?)"
                 # As JSON: a model's text may hold lone surrogates, which SQLite's UTF-8 cannot represent.
                 row = (key, entry.result.status, json.dumps(entry.result.text), entry.expires)
-                inserted = self._database.execute(statement, (*row, _digest(*row)))
+                inserted = self._database.execute(statement, row)
                 # Ids only grow, so this bounds the number of rows without counting them.
                 oldest = (inserted.lastrowid or 0) - self._entries
                 self._database.execute("DELETE FROM results WHERE id <= ?", (oldest,))
@@ -151,11 +145,6 @@ class AnswerFile:
         with contextlib.suppress(*_FILE_ERRORS):
             self._thread.submit(self._database.close).result()
         self._thread.shutdown()
-
-
-def _digest(key: str, status: str, text: str, expires: float) -> bytes:
-    """Return the digest of a row, which reveals bytes that a disk or another program has changed."""
-    return hashlib.sha256(json.dumps([key, status, text, expires]).encode("ascii")).digest()
 
 
 class AnswerCache:
