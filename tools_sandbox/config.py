@@ -196,7 +196,7 @@ class BrowseConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class McpServerConfig:
-    """An MCP server (Model Context Protocol), which the service starts and speaks to over stdio."""
+    """An MCP server (Model Context Protocol), which a worker process of its own starts and speaks to over stdio."""
 
     command: str
     """Program. A name is looked up in PATH."""
