@@ -1,10 +1,11 @@
 """Credit: the coefficients of each token of a tree in the loss, with shared tokens counted once.
 
 A token shared by several trajectories has one probability ratio r. PPO's clipped objective summed over those
-trajectories (leaf i with advantage A_i and weight w_i) needs two numbers per token,
+trajectories (leaf i with advantage A_i and weight w_i) needs two coefficients per token,
 
     positive = sum_i w_i max(A_i, 0)        negative = sum_i w_i min(A_i, 0)
 
+and weight = sum_i w_i for the KL penalty and the entropy bonus,
 so training the tree gives exactly the loss and the gradient of training every flattened copy. The sums run over the
 leaves below a token. An advantage may differ between segments (A_is) and may carry a factor per token.
 """

@@ -44,7 +44,7 @@ EXPERIMENTAL = "Experimental: the formula comes from public notes, not from the 
 
 ARPO = preset("Entropy-driven forks after tool results, soft credit (arXiv 2507.19849).", branching="arpo")
 ARPO_REFERENCE = preset(
-    "ARPO with the arithmetic of the released code, defects included, for comparison with published runs.",
+    "ARPO with the entropy rule of the released code and three of its defects, to compare with published runs.",
     branching="arpo_reference",
 )
 RANDOM = preset(

@@ -26,8 +26,8 @@ class AlgorithmConfig:
     """Which tasks a step gets. `epochs`: all of them, shuffled."""
     branching: str = "arpo"
     """Where trees fork. `arpo`: after tool results, driven by entropy, as in the paper. `arpo_reference`: the
-    arithmetic of the released code, defects included. `random`: the control arm, which ignores entropy. `grpo`:
-    nowhere, `group_size` independent trajectories. docs/algorithms.md lists all of them."""
+    entropy rule of the released code, with three of its defects. `random`: the control arm, which ignores entropy.
+    `grpo`: nowhere, `group_size` independent trajectories. docs/algorithms.md lists all of them."""
     advantage: str = "group"
     """How rewards become advantages: an estimator of docs/algorithms.md."""
     loss: str = "ppo"

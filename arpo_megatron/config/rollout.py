@@ -27,8 +27,8 @@ class RolloutConfig:
     tool_timeout_s: PositiveFloat = 30.0
     """Deadline of a tool call in seconds; the model reads that the call timed out."""
     max_staleness: NonNegative = 0
-    """0: a step trains the trees that it began. n: twice a step's trees are in flight, also while the trainer trains,
-    and a tree is trained at most n policy versions after the one that began it."""
+    """0: a step trains only trees that it began. n >= 1: a step trains trees that began at most n policy versions
+    earlier, and twice its number of trees are in flight, also while the trainer trains."""
     across_push: Literal["keep", "drain"] = "keep"
     """Treatment of trees in flight at a weight push. `keep`: they continue with the new weights. `drain`: they are
     finished first."""

@@ -26,7 +26,7 @@ Logprobs = NDArray[np.float32]
 
 
 def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success_threshold: float) -> dict[str, float]:
-    """Return what the trees of a step earned and what they cost.
+    """Return reward, staleness and cost metrics of a step's trees.
 
     Trees that hold replayed trajectories only are left out.
     """
@@ -92,7 +92,7 @@ def reward_metrics(scored: Sequence[ScoredTree], success_threshold: float) -> di
 
 
 def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
-    """Return the age of the weights that sampled the trees of update `version`; see `staleness`."""
+    """Return the age of the weights that sampled the trees of step `version` (from 0); see `staleness`."""
     ages = [staleness(tree, version) for tree in trees]
     sampled = [max(1, sum(len(s) for s in tree.segments if s.role is Role.MODEL)) for tree in trees]
     return {

@@ -1,4 +1,4 @@
-"""The branching of AEPO's released code (github RUC-NLPIR/ARPO, AEPO), defects included, for comparison."""
+"""The entropy rule of AEPO's released code (github RUC-NLPIR/ARPO, AEPO), with three of its defects."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class AepoReferencePolicy(ForkingPolicy):
 
     The released code of AEPO (arXiv 2510.14545). Reproduced: dH of the segment that made the call, as in
     `ArpoReferencePolicy`, and the number N of first trajectories from the config, because both released scripts switch
-    the probe off. Not reproduced: the defects that `ArpoReferencePolicy` leaves out, and l counted per prompt in rounds
+    the probe off. Not reproduced: what `ArpoReferencePolicy` lists, and l counted per prompt in rounds
     (here: per path).
     """
 

@@ -1,6 +1,6 @@
-"""The branching of the authors' released code (github RUC-NLPIR/ARPO, vllm_rollout_with_tools.py), defects included.
+"""The entropy rule of the released code (github RUC-NLPIR/ARPO, vllm_rollout_with_tools.py), with three of its defects.
 
-It makes published runs comparable. `arpo` is the rule of the paper.
+It is there to compare with published runs. `arpo` is the rule of the paper.
 """
 
 import math
@@ -22,20 +22,25 @@ class ArpoReferencePolicy(ForkingPolicy):
         dH = (sum of the first <= 20 entropies of the segment that made the call - sum of those of the first segment) /
         log V
 
-    The released code of ARPO (arXiv 2507.19849) in place of its eq. 4 and 5. These defects are reproduced:
+    The released code of ARPO (arXiv 2507.19849) in place of its eq. 4 and 5.
+
+    Reproduced:
         - the entropy is that of the segment before the tool result, one round late;
         - so dH is 0 after a trajectory's first call, whatever the tool answered;
         - entropies are summed over as many tokens as there are, so a short segment counts as a certain one.
 
-    These are not, because a decision is a function of (tree, entropies, seed), or because they are not decisions:
-        - the baseline keyed by the position in the batch and never reset, which compared later batches with other
+    Not reproduced:
+        - a baseline keyed by the position in the batch and never reset, which compared later batches with other
           prompts (here: the trajectory's own);
-        - the unseeded draw (here: keyed by the place in the tree), and the fork budget that went to the first path that
-          asked (here: see `split_budget`);
+        - an unseeded draw (here: keyed by the place in the tree);
+        - a fork budget that goes to the first path that asks (here: see `split_budget`);
         - entropy over the ten most probable tokens only (here: over all);
-        - forks of paths that had ended by length, away from a tool result;
-        - top-up by one trajectory per round, the made-up end-of-sequence token after the last call, paths that ended
-          silently at an empty tool answer, special tokens within tool results, and the mean over micro-batches.
+        - forks of paths that have ended by length, away from a tool result;
+        - top-up by one trajectory per round;
+        - a made-up end-of-sequence token after the last call;
+        - paths that end silently at an empty tool answer;
+        - special tokens within tool results;
+        - the mean over micro-batches.
 
     If nothing is clipped or rounded, P = clip(p + w * dH, 0, 1) is the chance of a fork; it is recorded. Of k, only the
     number of tokens sampled before the siblings start is used.

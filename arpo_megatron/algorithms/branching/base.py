@@ -82,7 +82,7 @@ class BranchPolicy(Protocol):
 
 @runtime_checkable
 class ProbingPolicy(Protocol):
-    """A `BranchPolicy` that sets N by a first trajectory, which is one of the N, takes place 0 and does not fork."""
+    """A policy that chooses N after one finished trajectory, which counts as the first of the N and does not fork."""
 
     def plan(self, probe: Probe) -> int:
         """Return N, from 2 to M. Pure."""
