@@ -25,16 +25,16 @@ def train(run: TrainingRun) -> None:
             trees = run.rollout()
         with run.phase("logprobs"):
             batches = run.make_batches(trees)  # rewards -> advantages -> credit of tokens -> packs
-            old_scores = run.score(batches)
+            old_outputs = run.compute_logprobs(batches)
         with run.phase("update"):
             updates = [
                 run.update(batch, old, on_policy=index == 0)
-                for index, (batch, old) in enumerate(zip(batches, old_scores, strict=True))
+                for index, (batch, old) in enumerate(zip(batches, old_outputs, strict=True))
             ]
         check_on_policy(updates, run.config)
         with run.phase("push"):
             run.push_weights(version=run.step + 1)
-        run.finish_step(trees, batches, old_scores, updates)
+        run.finish_step(trees, batches, old_outputs, updates)
     run.evaluate()
     run.export()
 

@@ -30,7 +30,7 @@ from arpo_megatron.actor.training_state import TrainingSnapshot, load_training_s
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
 from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
 from arpo_megatron.algorithms.components import make_policy_loss
-from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
@@ -41,7 +41,7 @@ from arpo_megatron.weights.load import load_hf
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class PolicyOutputs:
     """A policy's log-probs and entropies for the targets of packs."""
 
     logprobs: list[Float32Array]
@@ -131,11 +131,13 @@ class Actor:
     def logprobs(
         self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True
     ) -> list[Float32Array]:
-        """Return the log-probs of `scores`: float32[m] per pack, in nats."""
-        return self.scores(packs, temperature=temperature, training=training).logprobs
+        """Return the log-probs of `policy_outputs`: float32[m] per pack, in nats."""
+        return self.policy_outputs(packs, temperature=temperature, training=training).logprobs
 
     @torch.no_grad()
-    def scores(self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True) -> Scores:
+    def policy_outputs(
+        self, packs: Sequence[TreePack], *, temperature: float | None = None, training: bool = True
+    ) -> PolicyOutputs:
         """Compute log-probs and entropies of the packs' targets under the current weights.
 
         The kernels and shapes are those of `update`, so the ratio of a first on-policy update is exactly 1.
@@ -147,7 +149,7 @@ class Actor:
                 reference policy, a probe or held-out data.
         """
         if not packs:
-            return Scores([], [])
+            return PolicyOutputs([], [])
         ends = np.cumsum([len(pack.predictors) for pack in packs])
         whole = torch.zeros(2, int(ends[-1]), device=device())
         mine = pack_indices(packs, self.config.parallel)
@@ -163,7 +165,7 @@ class Actor:
             if index < len(packs):
                 whole[:, targets + int(ends[index]) - len(packs[index].predictors)] = values
         logprobs, entropies = reduce_over_targets(whole).cpu().numpy()
-        return Scores(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
+        return PolicyOutputs(np.split(logprobs, ends[:-1]), np.split(entropies, ends[:-1]))
 
     def reference_logprobs(self, batches: Sequence[Sequence[TreePack]]) -> list[list[Float32Array]] | None:
         """Return `logprobs` of each batch's packs under the reference policy; None if no reference is kept.
@@ -188,7 +190,7 @@ class Actor:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        loss: Loss = "policy",
+        loss: LossForm = "policy",
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> UpdateStats:
@@ -200,7 +202,7 @@ class Actor:
             packs: the whole batch; credits are normalised over it.
             old_logprobs: float32[m] per pack from `logprobs` before the step's first update; None if the current
                 policy is the old one.
-            loss: meaning of the credits (see `algorithms.credit.Loss`).
+            loss: meaning of the credits (see `algorithms.credit.LossForm`).
             reference_logprobs: float32[m] per pack from `reference_logprobs`.
 
         Raises:
@@ -221,7 +223,7 @@ class Actor:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        loss: Loss = "policy",
+        loss: LossForm = "policy",
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
     ) -> list[Tensor]:

@@ -22,7 +22,7 @@ from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 Aggregation = Literal["token-mean", "sequence-mean"]
 SharedAdvantage = Literal["soft", "hard"]
-Loss = Literal["policy", "linear", "nll"]
+LossForm = Literal["policy", "linear", "nll"]
 """How an update reads credits. `policy`: with the algorithm's `TokenLoss`. `linear`: as coefficients c of -sum(c *
 logprob), plus the algorithm's penalty and bonus. `nll`: as coefficients alone, at temperature 1 because demonstrations
 were not sampled."""
@@ -73,7 +73,7 @@ def tree_credits(
     weights = leaf_weights(shapes, aggregation, trajectory_weights)
     factors: Sequence[ArrayLike | None] = token_factors or [None] * len(shapes)
     return [
-        shape.token_credit(shape.attribute(values, shared_advantage), weight, factor)
+        shape.token_credit(shape.apply_shared_advantage(values, shared_advantage), weight, factor)
         for shape, values, weight, factor in zip(shapes, arrays, weights, factors, strict=True)
     ]
 
@@ -89,7 +89,7 @@ def supervised_credit(trees: Sequence[RolloutTree]) -> list[TreeCredit]:
 def check_advantages(shapes: "Sequence[TreeShape]", advantages: Sequence[ArrayLike]) -> list[Floats]:
     """Return the advantages as arrays. Raises ValueError if their shapes do not fit the trees."""
     arrays = [np.asarray(values, np.float64) for values in advantages]
-    expected = [shape.below.shape for shape in shapes]
+    expected = [shape.on_path.shape for shape in shapes]
     fits = len(arrays) == len(expected) and all(
         values.shape in (size[:1], size) for values, size in zip(arrays, expected, strict=True)
     )
@@ -129,16 +129,16 @@ class TreeShape:
         """bool[segments]."""
         self.leaves = np.array(tree.leaves())
         """int[leaves], segment indices."""
-        self.below = np.zeros((len(self.leaves), len(segments)), bool)
+        self.on_path = np.zeros((len(self.leaves), len(segments)), bool)
         """bool[leaves, segments], whether a segment is on the leaf's path."""
         for number, leaf in enumerate(self.leaves):
-            self.below[number, tree.path(int(leaf))] = True
+            self.on_path[number, tree.path(int(leaf))] = True
         self.model_lengths = np.where(self.is_model, self.lengths, 0).astype(np.float64)
         """float64[segments], MODEL tokens."""
-        self.leaf_model_tokens: Floats = self.below @ self.model_lengths
+        self.leaf_model_tokens: Floats = self.on_path @ self.model_lengths
         """float64[leaves], MODEL tokens of each trajectory."""
 
-    def attribute(self, advantages: Floats, shared_advantage: SharedAdvantage) -> Floats:
+    def apply_shared_advantage(self, advantages: Floats, shared_advantage: SharedAdvantage) -> Floats:
         """Return the advantages that count at each segment.
 
         Returns:
@@ -146,9 +146,9 @@ class TreeShape:
         """
         if shared_advantage == "soft":
             return advantages
-        spread = np.where(self.below, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
-        means = spread.sum(0) / np.maximum(1, self.below.sum(0))
-        return np.where(self.below, means, 0.0)
+        spread = np.where(self.on_path, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
+        means = spread.sum(0) / np.maximum(1, self.on_path.sum(0))
+        return np.where(self.on_path, means, 0.0)
 
     def token_credit(self, advantages: Floats, weights: Floats, factor: ArrayLike | None = None) -> TreeCredit:
         """Sum the leaves' weights and weighted advantages over the leaves below each token."""
@@ -176,7 +176,7 @@ class TreeShape:
 
     def sum_to_leaves(self, token_values: Floats) -> Floats:
         """Sum token values over the MODEL tokens of each trajectory; float64[leaves]."""
-        return np.asarray(self.below @ np.where(self.is_model, self.sum_of_segments(token_values), 0.0))
+        return np.asarray(self.on_path @ np.where(self.is_model, self.sum_of_segments(token_values), 0.0))
 
     def sum_of_segments(self, token_values: Floats) -> Floats:
         """Sum token values over each segment; float64[segments]."""
@@ -186,7 +186,7 @@ class TreeShape:
 
     def sum_below(self, leaf_values: Floats) -> Floats:
         """Sum values over the leaves at or below each segment; `leaf_values` is [leaves, 1] or [leaves, segments]."""
-        return np.asarray(np.where(self.below, leaf_values, 0.0).sum(0))
+        return np.asarray(np.where(self.on_path, leaf_values, 0.0).sum(0))
 
     def spread(self, segment_values: Floats) -> Floats:
         """Repeat the value of each segment for its tokens; 0 outside MODEL segments."""

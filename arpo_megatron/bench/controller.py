@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.algorithms.branching import make_branch_policy
-from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.affinity import EngineState
@@ -114,7 +114,7 @@ async def _measure(model: Path, size: int) -> ControllerTimings:
     settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
     before = time.process_time()
     pool.start(start(tasks, step=0, version=0, settings=settings))
-    report = await pool.collect(CollectTrees(GROUP))
+    report = await pool.collect(CollectTrees(PURPOSE))
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
     cpu_s = time.process_time() - before
     trajectories = sum(len(tree.leaves()) for tree in report.trees)

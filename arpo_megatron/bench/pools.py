@@ -11,7 +11,7 @@ from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
 
-GROUP = "bench"
+PURPOSE = "bench"
 _numbers = itertools.count()
 
 
@@ -22,5 +22,5 @@ def new_pool(engine: EngineClient, tools: ToolClient, codec: TextCodec, policy: 
 
 def start(tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings) -> StartTrees:
     """Return the request that starts one tree per task."""
-    trees = [LiveTree(next(_numbers), GROUP, task, step, version, settings) for task in tasks]
+    trees = [LiveTree(next(_numbers), PURPOSE, task, step, version, settings) for task in tasks]
     return StartTrees(tuple(trees), version)

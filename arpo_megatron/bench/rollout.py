@@ -21,7 +21,7 @@ import aiohttp
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
 from arpo_megatron.bench.controller import bench_controller
-from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
@@ -194,7 +194,7 @@ class Bench:
             while in_flight < config.trees_in_flight(step):
                 pool.start(start(_tasks(started), step=started, version=version, settings=settings))
                 started, in_flight = started + 1, in_flight + TASKS
-            report = await pool.collect(collect_request(config.rollout, GROUP, TASKS, first + step))
+            report = await pool.collect(collect_request(config.rollout, PURPOSE, TASKS, first + step))
             in_flight -= len(report.tree_ids)
             found.add(report)
         await pool.close()

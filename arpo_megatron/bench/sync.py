@@ -268,9 +268,9 @@ class Pushes:
         report = self._sync.push(buckets, self._version)
         pushed = time.perf_counter()
         tokens = list(range(report.probe_tokens))
-        scores = self._sync.engines.start_scores(tokens)
+        logprobs = self._sync.engines.start_logprobs(tokens)
         own = trainer_logprobs(self._chunks[0], parallel.broadcast_object(probe_pack(tokens)))  # while the engine does
-        self.gap = max(self.gap, probe_gap(own.numpy(), scores()[0]))
+        self.gap = max(self.gap, probe_gap(own.numpy(), logprobs()[0]))
         ended = time.perf_counter()
         took.append(PushTimes(ended - started, ended - pushed))
         self.checksums = len(report.verified) or self.checksums

@@ -108,8 +108,8 @@ class EngineAdmin:
         for post in self.post_all("resume_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
-    def start_scores(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
-        """Start scoring a sequence of n tokens on every engine, with its current weights and without its radix cache.
+    def start_logprobs(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
+        """Ask every engine for the log-probs of n tokens, with its current weights and without its radix cache.
 
         Returns:
             A function that waits for the answers, or raises WeightPushError. For each engine it returns float32[n - 1]:
@@ -124,8 +124,8 @@ class EngineAdmin:
         posts = self.post_all("generate", [(url, body) for url in self.urls])
 
         def wait() -> list[NDArray[np.float32]]:
-            scored = [post.result()["meta_info"]["input_token_logprobs"] for post in posts]
-            return [np.array([token[0] for token in tokens[1:]], np.float32) for tokens in scored]
+            answers = [post.result()["meta_info"]["input_token_logprobs"] for post in posts]
+            return [np.array([token[0] for token in tokens[1:]], np.float32) for tokens in answers]
 
         return wait
 

@@ -21,7 +21,7 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def resume_from(root: Path) -> str:
+def disk_full_hint(root: Path) -> str:
     """Return the end of an error message about a full disk: how to resume the run with checkpoints in `root`."""
     paths = checkpoint_directories(root)
     return f"free disk space, then resume with --resume (from {paths[-1].name if paths else 'the beginning'})"

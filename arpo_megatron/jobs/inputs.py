@@ -14,7 +14,7 @@ import yaml
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.validation import check_tasks
-from arpo_megatron.engine.server.cpu import SGLANG_VERSION
+from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with

@@ -122,19 +122,19 @@ class RolloutHandle:
             RolloutError: the process failed. A tree that cannot be finished is reported in `RolloutReport.failed`.
             StaleEnginesError: see `collect`.
         """
-        group = f"call {next(self._numbers)}"
-        self.start_trees(group, tasks, step=step, version=version, settings=settings)
-        report = self.collect(CollectTrees(group), progress)
-        self.discard_collected(group)
+        purpose = f"call {next(self._numbers)}"
+        self.start_trees(purpose, tasks, step=step, version=version, settings=settings)
+        report = self.collect(CollectTrees(purpose), progress)
+        self.discard_collected(purpose)
         return report
 
     def start_trees(
-        self, group: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
+        self, purpose: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
         """Start a tree for each task and return at once. The trees grow until they are finished or stopped.
 
         Args:
-            group: trees of a group are collected together.
+            purpose: what the trees are for; trees of one purpose are collected together.
             tasks: equal task ids make equal draws.
             step: rollout step, part of the key of branching draws.
             version: policy version that the engines have now, at least.
@@ -143,11 +143,11 @@ class RolloutHandle:
         Raises:
             RolloutError: the process failed.
         """
-        self._start([LiveTree(next(self._numbers), group, task, step, version, settings) for task in tasks], version)
+        self._start([LiveTree(next(self._numbers), purpose, task, step, version, settings) for task in tasks], version)
 
     def resume_trees(
         self,
-        group: str,
+        purpose: str,
         trees: Sequence[tuple[Task, UnfinishedTree]],
         *,
         version: int,
@@ -156,14 +156,14 @@ class RolloutHandle:
         """Continue trees from what they have sampled; see `start_trees`."""
         self._start(
             [
-                LiveTree(next(self._numbers), group, task, tree.step, tree.version, settings, tree.entries)
+                LiveTree(next(self._numbers), purpose, task, tree.step, tree.version, settings, tree.entries)
                 for task, tree in trees
             ],
             version,
         )
 
-    def unfinished_trees(self, group: str) -> list[UnfinishedTree]:
-        """Return the trees of a group, in the order of their start, with all they have sampled.
+    def unfinished_trees(self, purpose: str) -> list[UnfinishedTree]:
+        """Return the trees of one purpose, in the order of their start, with all they have sampled.
 
         Collected trees are included until `discard_collected`, so that an interruption after `collect` loses none.
         """
@@ -171,13 +171,13 @@ class RolloutHandle:
             return [
                 UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries))
                 for tree, entries in self._trees.values()
-                if tree.group == group
+                if tree.purpose == purpose
             ]
 
-    def discard_collected(self, group: str) -> None:
-        """Drop the records of a group's collected trees, which are safe elsewhere now."""
+    def discard_collected(self, purpose: str) -> None:
+        """Drop the records of the collected trees of one purpose, which are safe elsewhere now."""
         with self._lock:
-            done = {number for number in self._collected if self._trees[number][0].group == group}
+            done = {number for number in self._collected if self._trees[number][0].purpose == purpose}
             self._collected -= done
             for number in done:
                 del self._trees[number]
@@ -195,7 +195,7 @@ class RolloutHandle:
         return self._report(request, progress)
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[RolloutProgress], None] | None = None) -> None:
-        """Wait until all trees of a group are finished. Raises the errors of `collect`."""
+        """Wait until all trees of one purpose are finished. Raises the errors of `collect`."""
         self._call(request, progress)
 
     def stop_trees(self, request: StopTrees) -> RolloutReport:
@@ -314,7 +314,7 @@ class RolloutHandle:
             if self._closed.is_set():
                 raise EOFError
             trees = tuple(
-                LiveTree(tree.tree_id, tree.group, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
+                LiveTree(tree.tree_id, tree.purpose, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
                 for number, (tree, entries) in self._trees.items()
                 if number not in self._collected
             )

@@ -123,8 +123,8 @@ class LiveTree:
 
     tree_id: int
     """Unique in the run."""
-    group: str
-    """Trees of a group are collected together."""
+    purpose: str
+    """Use of the tree, for example "training"; trees of one purpose are collected together."""
     task: Task
     """Several trees of the same task and step make the same draws."""
     step: int
@@ -163,29 +163,29 @@ class RecordEntry:
 
 @dataclass(frozen=True, slots=True)
 class CollectTrees:
-    """Wait for `count` finished trees of a group (None: all), and for all trees started before a policy version.
+    """Wait for `count` finished trees of one purpose (None: all), and for all trees started before a policy version.
 
     Trees with the oldest version come first, in the order of their start. More than `count` are reported only if more
     were started before version `finish_before`.
     """
 
-    group: str
+    purpose: str
     count: int | None = None
     finish_before: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishTrees:
-    """Wait until all trees of a group are finished; they can still be collected."""
+    """Wait until all trees of one purpose are finished; they can still be collected."""
 
-    group: str
+    purpose: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopTrees:
-    """Stop all trees of a group that were not collected. Unfinished ones are reported as failed."""
+    """Stop all trees of one purpose that were not collected. Unfinished ones are reported as failed."""
 
-    group: str
+    purpose: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """All growing trees: started at any time, collected when they are finished, kept across weight pushes.
 
-A pool lives as long as its session in the rollout process. A tree belongs to a group (training, evaluation) and has the
-policy version of its start. While the pool is paused, no engine request is in flight; generations that were cut short
+A pool lives as long as its session in the rollout process. A tree has a purpose (training, evaluation) and the policy
+version of its start. While the pool is paused, no engine request is in flight; generations that were cut short
 continue with the next policy. Tool calls run on during a pause.
 """
 
@@ -64,8 +64,8 @@ class _PoolTree:
 
 
 @dataclass(slots=True)
-class _Group:
-    """Trees that are collected together, and their costs since the last report."""
+class _Queue:
+    """Trees of one purpose, which are collected together, and their costs since the last report."""
 
     policy: BranchPolicy
     """Branch policy of the newest tree."""
@@ -118,7 +118,7 @@ class TreePool:
         self._send = send
         self._record = record
         self._expert_routes = expert_routes
-        self._groups: dict[str, _Group] = {}
+        self._queues: dict[str, _Queue] = {}
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
         self._prefill_after_push: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class TreePool:
     def start(self, request: StartTrees) -> None:
         """Start or continue trees and return at once. Trees that are in the pool already are left alone."""
         self._engine.version = max(self._engine.version, request.version)
-        known = {tree.tree_id for group in self._groups.values() for tree in group.trees}
+        known = {tree.tree_id for queue in self._queues.values() for tree in queue.trees}
         new = [tree for tree in request.trees if tree.tree_id not in known]
         prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in new]
         costs = RolloutCounts()
@@ -134,27 +134,27 @@ class TreePool:
         common = asyncio.create_task(self._prefill_new(prompts, costs))
         for each, prompt in zip(new, prompts, strict=True):
             policy = self._policy(each.settings)
-            group = self._groups.setdefault(each.group, _Group(policy, each.settings.limits))
-            group.policy, group.limits = policy, each.settings.limits
-            if not group.trees:
-                group.since = time.monotonic()
-            tree = _PoolTree(each.tree_id, each.version, self._grower(each, prompt, group))
-            group.trees.append(tree)
-            group.unfinished[tree.version] += 1
-            tree.job = asyncio.create_task(self._grow(tree, group, common, costs))
+            queue = self._queues.setdefault(each.purpose, _Queue(policy, each.settings.limits))
+            queue.policy, queue.limits = policy, each.settings.limits
+            if not queue.trees:
+                queue.since = time.monotonic()
+            tree = _PoolTree(each.tree_id, each.version, self._grower(each, prompt, queue))
+            queue.trees.append(tree)
+            queue.unfinished[tree.version] += 1
+            tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
 
-    def _grower(self, tree: LiveTree, prompt: Int32Array, group: _Group) -> TreeGrower:
+    def _grower(self, tree: LiveTree, prompt: Int32Array, queue: _Queue) -> TreeGrower:
         settings = tree.settings
         context = RolloutContext(
             engine=self._engine,
             tools=self._tools,
             codec=self._codec,
-            policy=group.policy,
+            policy=queue.policy,
             sampling=settings.sampling,
             limits=settings.limits,
             seed=self._seed,
             step=tree.step,
-            on_tokens=partial(self._count_tokens, group),
+            on_tokens=partial(self._count_tokens, queue),
             expert_routes=self._expert_routes if settings.expert_routes else None,
             ready=self._ready,
         )
@@ -162,50 +162,50 @@ class TreePool:
         return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
 
     async def collect(self, request: CollectTrees) -> RolloutReport:
-        """Wait for finished trees of a group, and hand over the oldest (`CollectTrees`).
+        """Wait for finished trees of one purpose, and hand over the oldest (`CollectTrees`).
 
-        A bug in any tree of the group is raised.
+        A bug in any of them is raised.
 
         Raises:
             StaleEnginesError: engines need a push first; nothing was collected.
         """
-        group = self._groups.get(request.group)
-        if group is None:
-            raise ValueError(f"no trees were started in group {request.group!r}")
-        count = len(group.trees) if request.count is None else min(request.count, len(group.trees))
-        await self._until_finished(group, count, request.finish_before)
-        return self._report(group, count, request.finish_before)
+        queue = self._queues.get(request.purpose)
+        if queue is None:
+            raise ValueError(f"no trees were started with purpose {request.purpose!r}")
+        count = len(queue.trees) if request.count is None else min(request.count, len(queue.trees))
+        await self._until_finished(queue, count, request.finish_before)
+        return self._report(queue, count, request.finish_before)
 
-    async def finish(self, name: str) -> None:
-        """Wait until all trees of a group are finished."""
-        if (group := self._groups.get(name)) is not None:
-            await self._until_finished(group, len(group.trees), None)
+    async def finish(self, purpose: str) -> None:
+        """Wait until all trees of one purpose are finished."""
+        if (queue := self._queues.get(purpose)) is not None:
+            await self._until_finished(queue, len(queue.trees), None)
 
-    async def stop(self, name: str) -> RolloutReport:
-        """Stop all trees of a group that were not collected, and abort their engine requests."""
-        group = self._groups.pop(name)
+    async def stop(self, purpose: str) -> RolloutReport:
+        """Stop all trees of one purpose that were not collected, and abort their engine requests."""
+        queue = self._queues.pop(purpose)
         await self.pause()
-        await _cancel(group.trees)
-        for tree in group.trees:
+        await _cancel(queue.trees)
+        for tree in queue.trees:
             if tree.result is None:
-                tree.result = TreeStoppedError("its group was stopped")
+                tree.result = TreeStoppedError("it was stopped")
         self._engine.resume(self._engine.version)
-        return self._report(group, len(group.trees), None)
+        return self._report(queue, len(queue.trees), None)
 
-    async def _until_finished(self, group: _Group, count: int, finish_before: int | None) -> None:
+    async def _until_finished(self, queue: _Queue, count: int, finish_before: int | None) -> None:
         """Wait until `count` trees and all that started before a version are finished, and send progress."""
         sent_at = 0.0
         while True:
-            if group.bug is not None:
-                raise group.bug
+            if queue.bug is not None:
+                raise queue.bug
             if self._stale:
                 urls, self._stale = sorted(self._stale), set()
                 raise StaleEnginesError(*urls)
-            growing = group.unfinished.total()
+            growing = queue.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
-                self._send(RolloutProgress(min(count, len(group.trees) - growing), count, group.tokens))
-            if len(group.trees) - growing >= count and not self._overdue(group, finish_before):
+                self._send(RolloutProgress(min(count, len(queue.trees) - growing), count, queue.tokens))
+            if len(queue.trees) - growing >= count and not self._overdue(queue, finish_before):
                 return
             self._changed.clear()
             with suppress(TimeoutError):  # progress is also sent if nothing happens
@@ -228,7 +228,7 @@ class TreePool:
         if self._prefill_after_push is not None:
             self._prefill_after_push.cancel()
             await asyncio.gather(self._prefill_after_push, return_exceptions=True)
-        await _cancel([tree for group in self._groups.values() for tree in group.trees])
+        await _cancel([tree for queue in self._queues.values() for tree in queue.trees])
 
     def note_stale(self, url: str) -> None:
         """Note that an engine has old weights (it was restarted); waiting `collect` calls raise StaleEnginesError."""
@@ -236,18 +236,18 @@ class TreePool:
         self._changed.set()
 
     @staticmethod
-    def _overdue(group: _Group, finish_before: int | None) -> bool:
+    def _overdue(queue: _Queue, finish_before: int | None) -> bool:
         return finish_before is not None and any(
-            count and version < finish_before for version, count in group.unfinished.items()
+            count and version < finish_before for version, count in queue.unfinished.items()
         )
 
-    def _report(self, group: _Group, count: int, finish_before: int | None) -> RolloutReport:
-        finished = sorted((tree for tree in group.trees if tree.result is not None), key=lambda tree: tree.version)
+    def _report(self, queue: _Queue, count: int, finish_before: int | None) -> RolloutReport:
+        finished = sorted((tree for tree in queue.trees if tree.result is not None), key=lambda tree: tree.version)
         due = 0 if finish_before is None else sum(tree.version < finish_before for tree in finished)
         collected = finished[: max(count, due)]
         taken = set(map(id, collected))
-        group.trees = [tree for tree in group.trees if id(tree) not in taken]
-        counts, group.prefills = group.prefills, RolloutCounts()
+        queue.trees = [tree for tree in queue.trees if id(tree) not in taken]
+        counts, queue.prefills = queue.prefills, RolloutCounts()
         for tree in collected:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in collected if isinstance(tree.result, RolloutTree)]
@@ -259,29 +259,29 @@ class TreePool:
         now = time.monotonic()
 
         def inside_stop(token_ids: Int32Array) -> bool:
-            return ends_inside_stop(self._codec.decode(token_ids.tolist()), group.limits.stops)
+            return ends_inside_stop(self._codec.decode(token_ids.tolist()), queue.limits.stops)
 
         stats = rollout_stats(
-            trees, counts, group.policy, failed=len(failed), seconds=now - group.since, inside_stop=inside_stop
+            trees, counts, queue.policy, failed=len(failed), seconds=now - queue.since, inside_stop=inside_stop
         )
-        group.since = now
-        self._send(RolloutProgress(count, count, group.tokens))
-        group.tokens = 0
+        queue.since = now
+        self._send(RolloutProgress(count, count, queue.tokens))
+        queue.tokens = 0
         return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected))
 
-    async def _grow(self, tree: _PoolTree, group: _Group, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
+    async def _grow(self, tree: _PoolTree, queue: _Queue, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:
             try:
                 await asyncio.shield(common)
-            finally:  # costs are counted in the first tree's group
-                group.prefills.add(_taken(costs))
+            finally:  # costs are counted in the first tree's queue
+                queue.prefills.add(_taken(costs))
             tree.result = await tree.grower.grow()
         except TREE_FAILURES as error:
             tree.result = error
         except Exception as bug:
-            group.bug = bug
+            queue.bug = bug
         finally:
-            group.unfinished[tree.version] -= 1
+            queue.unfinished[tree.version] -= 1
             self._changed.set()
 
     async def _prefill_new(self, prompts: Sequence[Int32Array], costs: RolloutCounts) -> None:
@@ -307,7 +307,7 @@ class TreePool:
 
     async def _prefill_growing(self) -> None:
         """Prefill the common prefix for the trees that continue after a push."""
-        growing = [(group, tree) for group in self._groups.values() for tree in group.trees if tree.result is None]
+        growing = [(queue, tree) for queue in self._queues.values() for tree in queue.trees if tree.result is None]
         costs = RolloutCounts()
         with suppress(EngineUnavailableError):  # the trees' own requests will raise it
             await self._prefill_common([tree.grower.prompt for _, tree in growing], costs)
@@ -318,8 +318,8 @@ class TreePool:
         if self._prefill_after_push is not None and not self._prefill_after_push.done():
             await asyncio.shield(self._prefill_after_push)
 
-    def _count_tokens(self, group: _Group, tokens: int) -> None:
-        group.tokens += tokens
+    def _count_tokens(self, queue: _Queue, tokens: int) -> None:
+        queue.tokens += tokens
         self._changed.set()  # lets `collect` send progress
 
 

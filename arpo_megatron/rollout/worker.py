@@ -162,10 +162,10 @@ async def _answer(pool: TreePool, request: object) -> object:
             return await pool.collect(request)
         case StartTrees():
             pool.start(request)
-        case FinishTrees(group):
-            await pool.finish(group)
-        case StopTrees(group):
-            return await pool.stop(group)
+        case FinishTrees(purpose):
+            await pool.finish(purpose)
+        case StopTrees(purpose):
+            return await pool.stop(purpose)
         case Pause():
             await pool.pause()
         case Resume(version):

@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor, Scores
+from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.algorithms.base import BatchValue, Group, LossBatch, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
-from arpo_megatron.algorithms.credit import Loss, TreeCredit, TreeShape, check_advantages, leaf_weights, tree_credits
+from arpo_megatron.algorithms.credit import (
+    LossForm,
+    TreeCredit,
+    TreeShape,
+    check_advantages,
+    leaf_weights,
+    tree_credits,
+)
 from arpo_megatron.algorithms.importance import trajectory_weights
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
@@ -58,7 +65,7 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
     )
     raw = [next(estimated) if item.advantages is None else item.advantages for item in scored]
     advantages = [
-        shape.attribute(values, algorithm.shared_advantage)
+        shape.apply_shared_advantage(values, algorithm.shared_advantage)
         for shape, values in zip(shapes, check_advantages(shapes, raw), strict=True)
     ]
     count = min(algorithm.minibatches, len(groups))
@@ -85,16 +92,16 @@ def add_reference_logprobs(actor: Actor, batches: Sequence[Batch]) -> list[Batch
     return [replace(batch, reference_logprobs=own) for batch, own in zip(batches, logprobs, strict=True)]
 
 
-def trained_trees(batches: Sequence[Batch], scores: Sequence[Scores]) -> list[TrainedTree]:
+def trained_trees(batches: Sequence[Batch], outputs: Sequence[PolicyOutputs]) -> list[TrainedTree]:
     """Return advantages and log-probs of the step's trees, in their order, for the stored trees; rank 0 only.
 
     Args:
         batches: from `build_batches`.
-        scores: of their packs under the policy that the step began with.
+        outputs: of their packs under the policy that the step began with.
     """
     return [
         TrainedTree(advantages, logprobs)
-        for batch, own in zip(batches, scores, strict=True)
+        for batch, own in zip(batches, outputs, strict=True)
         for advantages, logprobs in zip(
             batch.advantages, split_by_tree(batch.packs, own.logprobs, batch.trees), strict=True
         )
@@ -108,7 +115,7 @@ class ReadyUpdate:
     packs: list[TreePack]
     """Packs with their final credits."""
     old_logprobs: Sequence[Float32Array] | None
-    loss: Loss
+    loss: LossForm
     statistics: dict[str, Any] = field(default_factory=dict)
     """Values by metric, which replace those of the update."""
 

@@ -3,8 +3,8 @@
 With `rollout.max_staleness=0` a step starts its tasks and waits for all of them, except those that
 `rollout.oversampling` started in addition: it gives these up once it has enough trees. Otherwise twice as many trees
 are in flight, also while the trainer trains. They continue across weight pushes, so a slow tool delays only its own
-tree. A tree that began with version v is trained by the update of version v + max_staleness at the latest: the step
-waits for it, or (`rollout.stale=drop`) continues without it and drops it when it finishes.
+tree. A tree that began with version v is trained by step v + max_staleness (from 0) at the latest: the step waits for
+it, or (`rollout.stale=drop`) continues without it and drops it when it finishes.
 
 Every tree left out is counted by reason and stored with it. New tasks replace failed trees, stale trees
 and groups without signal, in at most `rollout.max_refills` rounds per step; then the step continues with fewer trees.
@@ -44,7 +44,8 @@ from arpo_megatron.trainer.scorer import TreeScorer
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
 
-GROUP = "training"
+TRAINING = "training"
+"""Purpose of the trees that steps train."""
 DROPS = ("failed", "no_signal", "stale", "oversampled")
 """Reasons not to train a tree:
 
@@ -57,10 +58,10 @@ DROPS = ("failed", "no_signal", "stale", "oversampled")
 
 @dataclass(slots=True)
 class StepInProgress:
-    """All that belongs to one step, from its first tree to `TreeCollector.done`."""
+    """All that belongs to one step, from its first tree to `TreeCollector.end_step`."""
 
     step: int
-    """Number of the update that trains the trees, from 0; also the policy version that the step begins with."""
+    """Number of the step that trains the trees, from 0; also the policy version that the step begins with."""
     replay_before: Callable[[], bytes] | None = None
     """Snapshot of the replay buffer before the step; None without a buffer."""
     drawn: set[str] = field(default_factory=set)
@@ -107,7 +108,7 @@ class TreeCollector:
     """No tree grows until the next push has succeeded."""
 
     def collect(self, step: int) -> list[ScoredTree]:
-        """Return the trees that update number `step` trains.
+        """Return the trees that step `step` (from 0) trains.
 
         Raises:
             StaleEnginesError: engines need a push; a second call continues the step.
@@ -117,25 +118,25 @@ class TreeCollector:
         current = self.current if self.current is not None and self.current.step == step else self._begin(step)
         current.selector_before = None
         try:
-            self._gather(current)
+            self._wait_for_step(current)
         finally:
             self.write_journal(now=True)
         current.selector_before = self.selector.state_dict()
-        return self._complete(current)
+        return self._end_collection(current)
 
-    def done(self) -> StepInProgress:
+    def end_step(self) -> StepInProgress:
         """End the step, which is trained, and return it. A job that ends from now on does not need its trees again."""
         if self.current is None:
             raise RuntimeError("no step is in progress")
-        self.rollouts.discard_collected(GROUP)
+        self.rollouts.discard_collected(TRAINING)
         finished, self.current = self.current, None
         return finished
 
     def write_journal(self, *, now: bool = False) -> None:
         """Journal the trees in flight if it is time, or `now`; to be called while the trainer trains, too.
 
-        Nothing is written between the push of the next policy and `done`: a run that resumes within the step does not
-        have the weights that sampled then.
+        Nothing is written between the push of the next policy and `end_step`: a run that resumes within the step does
+        not have the weights that sampled then.
         """
         current = self.current
         if current is None or current.pushed or self.paused:
@@ -149,7 +150,7 @@ class TreeCollector:
             return
         if self.in_flight and self.config.rollout.across_push == "drain":
             with suppress(StaleEnginesError):  # the push that follows is the one that the engines need
-                self.rollouts.finish_trees(FinishTrees(GROUP), partial(report_progress, self.events))
+                self.rollouts.finish_trees(FinishTrees(TRAINING), partial(report_progress, self.events))
         self.rollouts.pause()
         self.write_journal()
         self.paused = True
@@ -167,7 +168,7 @@ class TreeCollector:
         The finished trees of a step in progress are among them: a run that resumes within the step scores, filters and
         counts them again.
         """
-        return [*(tree for _, tree in self.restored), *self.rollouts.unfinished_trees(GROUP)]
+        return [*(tree for _, tree in self.restored), *self.rollouts.unfinished_trees(TRAINING)]
 
     def restore(self, trees: Sequence[UnfinishedTree], tasks: Sequence[Task]) -> None:
         """Continue `trees`, which `unfinished` returned, in the next step."""
@@ -194,7 +195,7 @@ class TreeCollector:
         self.in_flight += [task for task, _ in trees]
         current.drawn.update(tree.task_id for _, tree in trees if tree.step == current.step)
         settings = RolloutSettings.training(self.config)
-        self.rollouts.resume_trees(GROUP, trees, version=current.step, settings=settings)
+        self.rollouts.resume_trees(TRAINING, trees, version=current.step, settings=settings)
 
     def _start(self, count: int, current: StepInProgress) -> None:
         tasks = self.selector.next_batch(count, current.drawn) if count > 0 else []
@@ -203,13 +204,13 @@ class TreeCollector:
         current.drawn.update(task.id for task in tasks)
         self.in_flight += tasks
         settings = RolloutSettings.training(self.config)
-        self.rollouts.start_trees(GROUP, tasks, step=current.step, version=current.step, settings=settings)
+        self.rollouts.start_trees(TRAINING, tasks, step=current.step, version=current.step, settings=settings)
 
-    def _gather(self, current: StepInProgress) -> None:
+    def _wait_for_step(self, current: StepInProgress) -> None:
         """Wait for the step's trees, and replace those that are not fit for training."""
         wanted = self.config.train.tasks_per_step
         while (missing := wanted - len(current.kept)) > 0:
-            current.kept += self._fit(self._collect(missing, current), current)
+            current.kept += self._keep_trainable(self._wait_for_trees(missing, current), current)
             missing = wanted - len(current.kept)
             if missing > len(self.in_flight) and current.refills < self.config.rollout.max_refills:
                 current.refills += 1
@@ -217,13 +218,13 @@ class TreeCollector:
             if not self.in_flight:
                 break
 
-    def _collect(self, count: int, current: StepInProgress) -> list[ScoredTree]:
+    def _wait_for_trees(self, count: int, current: StepInProgress) -> list[ScoredTree]:
         """Wait for about `count` more finished trees and score them."""
-        request = collect_request(self.config.rollout, GROUP, count, current.step)
+        request = collect_request(self.config.rollout, TRAINING, count, current.step)
         report = self.rollouts.collect(request, self._progressed)
         for each in report.failed:
             self._log(f"the tree of {each.tree.task_id} was dropped: {each.reason}")
-        scored = self._score(report, current, failed_because="failed")
+        scored = self._accept_report(report, current, failed_because="failed")
         current.scored += scored
         return scored
 
@@ -231,7 +232,9 @@ class TreeCollector:
         self.write_journal()
         report_progress(self.events, progress)
 
-    def _score(self, report: RolloutReport, current: StepInProgress, *, failed_because: str) -> list[ScoredTree]:
+    def _accept_report(
+        self, report: RolloutReport, current: StepInProgress, *, failed_because: str
+    ) -> list[ScoredTree]:
         current.stats.append(report.stats)
         for each in report.failed:
             current.left_out.append(self._as_incomplete(each, failed_because))
@@ -246,7 +249,7 @@ class TreeCollector:
         index = next(i for i, task in enumerate(self.in_flight) if task.id == task_id)
         return self.in_flight.pop(index)
 
-    def _fit(self, scored: Sequence[ScoredTree], current: StepInProgress) -> list[ScoredTree]:
+    def _keep_trainable(self, scored: Sequence[ScoredTree], current: StepInProgress) -> list[ScoredTree]:
         """Return the trees that the step may train, and leave out the others."""
         fit, rollout = [], self.config.rollout
         for sampled in scored:
@@ -262,15 +265,15 @@ class TreeCollector:
                 fit.append(item)
         return fit
 
-    def _complete(self, current: StepInProgress) -> list[ScoredTree]:
+    def _end_collection(self, current: StepInProgress) -> list[ScoredTree]:
         """End the collection; the selector records the step's trees."""
         if self.config.rollout.max_staleness == 0 and self.in_flight:
             # Before any tree is passed to the selector: a stop can arrive here, while the scorer waits for a judge.
-            report = self.rollouts.stop_trees(StopTrees(GROUP))
-            spare = self._score(report, current, failed_because="oversampled")
+            report = self.rollouts.stop_trees(StopTrees(TRAINING))
+            spare = self._accept_report(report, current, failed_because="oversampled")
             current.left_out += [replace(item, dropped="oversampled") for item in spare]
         for item in current.scored:
-            self.selector.note(item.task.id, item.accuracies.tolist())
+            self.selector.record_result(item.task.id, item.accuracies.tolist())
         current.scored.clear()
         kept, wanted = current.kept, self.config.train.tasks_per_step
         if not kept:
@@ -286,10 +289,10 @@ class TreeCollector:
         self.events.emit("note", text=text)
 
 
-def collect_request(rollout: RolloutConfig, group: str, count: int, version: int) -> CollectTrees:
-    """Return the request of an update of policy `version`: `count` trees, and those too old for the next update."""
+def collect_request(rollout: RolloutConfig, purpose: str, count: int, version: int) -> CollectTrees:
+    """Return the request of step `version` (from 0): `count` trees, and those too old for the next step."""
     waits = rollout.max_staleness > 0 and rollout.stale == "wait"
-    return CollectTrees(group, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
+    return CollectTrees(purpose, count=count, finish_before=version - rollout.max_staleness + 1 if waits else None)
 
 
 def interleave(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[ScoredTree]:

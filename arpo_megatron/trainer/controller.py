@@ -1,4 +1,4 @@
-"""Rank 0's part of a step: rollouts, scores, the engines' end of a push. No other rank talks to a service."""
+"""Rank 0's part of a step: rollouts, rewards, the engines' end of a push. No other rank talks to a service."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EVALUATION = "evaluation"
-"""Group of the trees of held-out tasks."""
+"""Purpose of the trees of held-out tasks."""
 PROBE_TEXT = "<think>probe</think><python>12*34</python> <result>\n408\n</result><answer>\\boxed{408}</answer>"
-"""Scored by trainer and engine after each push: text of the tag protocol, so rows of the embedding that are used."""
+"""Trainer and engines compute its log-probs after each push: text of the tag protocol, so trained embedding rows."""
 TREES_FILE = "trees.msgpack"
 """File of a checkpoint: the trees that are not trained yet (`rollout/record.py`)."""
 REPLAY_FILE = "replay.msgpack"
@@ -195,7 +195,7 @@ class Controller:
             self.sync.engines.resume_memory()
         text = self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS]
         probe = text[: self.sync.push(buckets, version).probe_tokens]
-        return probe, self.sync.engines.start_scores(probe)
+        return probe, self.sync.engines.start_logprobs(probe)
 
     def resume_trees(self, version: int) -> None:
         """Let the trees continue with policy `version`, which has been pushed."""
@@ -211,7 +211,7 @@ class Controller:
             values: what the trainer computed for each of them.
             totals: sums over all steps.
         """
-        step = self.collector.done()
+        step = self.collector.end_step()
         for name, value in rollout_counters(step).items():
             totals[name] = totals.get(name, 0) + value
         missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode, values)

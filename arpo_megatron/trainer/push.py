@@ -66,7 +66,7 @@ def push_once(session: ActorSession, controller: Controller | None, version: int
         pass
     if (probe := parallel.broadcast_object(probe)) is None:
         return failure, 0.0
-    # The engines score the probe at the same time, at temperature 1 as they score every prompt.
+    # The engines compute the probe's log-probs at the same time, at temperature 1 as for every prompt.
     logprobs = actor.logprobs([probe], temperature=1.0, training=False)[0]
     if controller is None or engine_scores is None:
         return "", 0.0

@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor, Scores
+from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError
 from arpo_megatron.hardware.placement import placement
-from arpo_megatron.jobs.checkpoint_dirs import resume_from
+from arpo_megatron.jobs.checkpoint_dirs import disk_full_hint
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -152,16 +152,16 @@ class TrainingRun:
         batches = broadcast_batches(build_batches(trees, self.config, self.actor.spec))
         return add_reference_logprobs(self.actor, batches)
 
-    def score(self, batches: Sequence[Batch]) -> list[Scores]:
+    def compute_logprobs(self, batches: Sequence[Batch]) -> list[PolicyOutputs]:
         """Return log-probs and entropies of the batches under the present policy."""
-        return [self.actor.scores(batch.packs) for batch in batches]
+        return [self.actor.policy_outputs(batch.packs) for batch in batches]
 
-    def update(self, batch: Batch, old: Scores, *, on_policy: bool) -> UpdateStats:
+    def update(self, batch: Batch, old: PolicyOutputs, *, on_policy: bool) -> UpdateStats:
         """Update the policy once; an update with a loss or gradient that is not finite is skipped and dumped.
 
         Args:
             batch: from `make_batches`.
-            old: its scores under the policy of the step.
+            old: its log-probs and entropies under the policy of the step.
             on_policy: no update of the step came before.
 
         Raises:
@@ -177,7 +177,7 @@ class TrainingRun:
         stats = self.actor.update(
             ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=batch.reference_logprobs
         )
-        self.state.skipped_in_a_row = self.session.count_skipped(
+        self.state.skipped_in_a_row = self.session.handle_skipped_update(
             self.state.skipped_in_a_row,
             skipped=stats.skipped,
             step=self.step,
@@ -203,7 +203,7 @@ class TrainingRun:
         self,
         trees: Sequence[ScoredTree],
         batches: Sequence[Batch],
-        old_scores: Sequence[Scores],
+        old_outputs: Sequence[PolicyOutputs],
         updates: Sequence[UpdateStats],
     ) -> None:
         """Count the step as done, log its metrics, and save a checkpoint if one is due.
@@ -215,7 +215,7 @@ class TrainingRun:
         """
         session, config = self.session, self.config
         evaluated = evaluation_due(config, self.step)
-        gap = sampling_gap(batches, [old.logprobs for old in old_scores], version=self.step)
+        gap = sampling_gap(batches, [old.logprobs for old in old_outputs], version=self.step)
         if gap is not None and math.isfinite(gap):  # otherwise the update was skipped, which is logged
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         self.state.step += 1
@@ -225,7 +225,7 @@ class TrainingRun:
         if self.controller is not None and session.metrics is not None:
             row = {
                 "step": self.step,
-                **self.controller.finish_step(trees, trained_trees(batches, old_scores), self.state.totals),
+                **self.controller.finish_step(trees, trained_trees(batches, old_outputs), self.state.totals),
                 "logprob_gap": gap,
                 **pack_metrics(batches, self.actor.spec, config),
                 **update_metrics(updates),
@@ -273,11 +273,11 @@ class TrainingRun:
         session, directory = self.session, self.session.directory
         session.log_saves(wait=True)
         session.events.emit("phase", name="export", step=self.step)
-        otherwise = resume_from(directory.checkpoints)
-        with explain_disk_errors(directory.export, otherwise):
+        hint = disk_full_hint(directory.checkpoints)
+        with explain_disk_errors(directory.export, hint):
             export_hf(self.actor.chunks, self.actor.spec, session.start, directory.export)
         if self.controller is not None:
-            with explain_disk_errors(directory.result, otherwise):
+            with explain_disk_errors(directory.result, hint):
                 result = asdict(self.state)
                 del result["selector"]  # the order of the tasks is no result
                 write_json(directory.result, result)

@@ -14,7 +14,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import optimizer_name
-from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
@@ -105,13 +105,13 @@ class ActorSession:
         self.note(f"asked to end: {step} {'steps' if self.phase == 'train' else 'updates'} are done and saved")
         raise StoppedError
 
-    def count_skipped(
+    def handle_skipped_update(
         self,
         in_a_row: int,
         *,
         skipped: bool,
         step: int,
-        loss: Loss,
+        loss: LossForm,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None = None,
         reference_logprobs: Sequence[Float32Array] | None = None,

@@ -17,7 +17,7 @@ from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.jobs.checkpoint_dirs import resume_from
+from arpo_megatron.jobs.checkpoint_dirs import disk_full_hint
 from arpo_megatron.jobs.inputs import load_conversations, load_data, load_tokenizer
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.profiler import peak_memory_gb
@@ -132,7 +132,7 @@ class SftRun:
         stats = session.actor.update(packs, None, loss="nll")
         seconds = time.monotonic() - started
         session.end_profile(number + 1)
-        self.state.skipped_in_a_row = session.count_skipped(
+        self.state.skipped_in_a_row = session.handle_skipped_update(
             self.state.skipped_in_a_row, skipped=stats.skipped, step=number, loss="nll", packs=packs
         )
         self.state.tokens += sum(len(pack) for pack in packs)
@@ -164,7 +164,7 @@ class SftRun:
         """Write the result, then the model as a Hugging Face directory; with that the cold start is done."""
         session, directory = self.session, self.session.directory
         session.log_saves(wait=True)
-        otherwise = resume_from(directory.sft_checkpoints)
+        hint = disk_full_hint(directory.sft_checkpoints)
         if parallel.is_rank_zero():
             result = {
                 "updates": self.updates_done,
@@ -173,9 +173,9 @@ class SftRun:
                 "held_out": len(self.examples.held_out),
                 "skipped_rows": self.examples.skipped_rows,
             }
-            with explain_disk_errors(directory.sft_result, otherwise):
+            with explain_disk_errors(directory.sft_result, hint):
                 write_json(directory.sft_result, {name: _finite(value) for name, value in result.items()})
-        with explain_disk_errors(directory.sft_model, otherwise):
+        with explain_disk_errors(directory.sft_model, hint):
             export_hf(session.actor.chunks, session.actor.spec, session.start, directory.sft_model)
 
     def _log(self, batch: Batch, stats: UpdateStats, seconds: float) -> None:

@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from arpo_megatron.algorithms.credit import Loss
+from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import Phase
 from arpo_megatron.packing.layout import TreePack, new_pack
@@ -31,7 +31,7 @@ class SkippedUpdate:
     """Phase of the job. A replay takes the weights from its checkpoints."""
     step: int
     """Finished steps before it (updates, in supervised training)."""
-    loss: Loss
+    loss: LossForm
     suspects: Sequence[int]
     """Indices of the packs whose loss was not finite; empty if only the gradient was not."""
     packs: Sequence[TreePack]

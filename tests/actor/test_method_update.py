@@ -53,7 +53,7 @@ def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     packs = pack_trees(forest, credits, token_budget=budget)
-    step, old = cases.parameters_of(actor), actor.scores(packs)
+    step, old = cases.parameters_of(actor), actor.policy_outputs(packs)
     cases.move(actor)
     now = cases.parameters_of(actor)
     exact = flat_aepo(now, step, forest, advantages)

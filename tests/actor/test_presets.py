@@ -46,7 +46,7 @@ def test_preset_trains(name: str) -> None:
         scored = interleave(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
     batches = build_batches(scored, config, actor.spec)
-    old = [actor.scores(batch.packs) for batch in batches]
+    old = [actor.policy_outputs(batch.packs) for batch in batches]
     for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):
         actor.progress = TrainingProgress(number, 2, 0.5 if number else None)
         ready = finish_credit(actor, batch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies)

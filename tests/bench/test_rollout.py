@@ -78,10 +78,10 @@ class RecordingHandle:
         self.calls: list[tuple[str, int | None, int | None]] = []
         self.in_flight: list[Task] = []
 
-    def unfinished_trees(self, _group: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, _purpose: str) -> list[UnfinishedTree]:
         return []
 
-    def start_trees(self, _group: str, tasks: Sequence[Task], **_how: object) -> None:
+    def start_trees(self, _purpose: str, tasks: Sequence[Task], **_how: object) -> None:
         self.in_flight += tasks
         if self.calls and self.calls[-1][0] == "start":  # the benchmark starts all trees of a step together
             self.calls[-1] = ("start", (self.calls[-1][1] or 0) + len(tasks), None)

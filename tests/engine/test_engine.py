@@ -76,8 +76,8 @@ def test_scores_equal_transformers_and_ignore_the_cache(
     expected = reference(ids).log_softmax(-1)[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0]
     engines = EngineAdmin([engine.url], timeout_s=60.0)
     for _ in range(2):
-        (scores,) = engines.start_scores(ids)()
-        np.testing.assert_allclose(scores, expected, atol=1e-4)
+        (logprobs,) = engines.start_logprobs(ids)()
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
     engines.close()
 
 

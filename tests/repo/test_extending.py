@@ -98,7 +98,7 @@ def test_installed_method_trains() -> None:
     every = [found for batch in batches for found in batch.advantages]
     for found, given in zip(every, rewards, strict=True):
         np.testing.assert_allclose(found, (given - np.median(given)) / 0.5)
-    old = [actor.scores(batch.packs) for batch in batches]
+    old = [actor.policy_outputs(batch.packs) for batch in batches]
     for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):
         ready = finish_credit(actor, batch, scores.logprobs, actor.config, on_policy=number == 0)
         stats = actor.update(ready.packs, ready.old_logprobs, ready.loss)
@@ -120,7 +120,7 @@ def test_installed_component_of_each_other_kind_works() -> None:
 
     selector, resumed = (make_task_selector(job.algorithm, tasks, seed=3) for _ in range(2))
     for task in selector.next_batch(3):
-        selector.note(task.id, [0.0, 1.0 if task.id == "t0" else 0.0])
+        selector.record_result(task.id, [0.0, 1.0 if task.id == "t0" else 0.0])
     resumed.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     for _ in range(4):
         drawn = [task.id for task in selector.next_batch(4)]

@@ -289,7 +289,7 @@ def test_servers_refuse_requests_without_the_token(fleet: Fleet) -> None:
         EngineAdmin(urls, 10.0).begin_push(1)
     known = EngineAdmin(urls, 10.0, TOKEN)
     known.wait_until_up(5.0)
-    assert all(len(scores) == 2 for scores in known.start_scores([5, 6, 7])())
+    assert all(len(logprobs) == 2 for logprobs in known.start_logprobs([5, 6, 7])())
 
 
 def grow_undisturbed(fleet: Fleet, count: int) -> RolloutReport:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
-from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.rollout import MeteredEngine
 from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.affinity import FIRST_BACKOFF_S
@@ -57,8 +57,8 @@ def test_refused_common_prefill_fails_no_tree(scripted_engine: Start) -> None:
     assert report.failed == []
 
 
-def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) -> None:
-    """In either order of the two groups' reports."""
+def test_retries_and_tokens_are_counted_for_their_purpose(scripted_engine: Start) -> None:
+    """In either order of the two reports."""
     training = scripted_engine(ScriptedEngine(lambda _text: "<answer>1</answer>", fail_first=1))
     reported: list[RolloutProgress] = []
 
@@ -75,12 +75,12 @@ def test_retries_and_tokens_are_counted_for_their_group(scripted_engine: Start) 
             )
             settings = RolloutSettings(None, 1, Sampling(), RolloutLimits(3000, 900, 4, 60, 5.0))
             try:
-                for number, group in enumerate(("training", "evaluation")):
-                    tree = LiveTree(number, group, Task(group, (), "", "math", "p"), 0, 0, settings)
+                for number, purpose in enumerate(("training", "evaluation")):
+                    tree = LiveTree(number, purpose, Task(purpose, (), "", "math", "p"), 0, 0, settings)
                     pool.start(StartTrees((tree,), 0))
-                    await pool.finish(group)  # the first request is that of training
+                    await pool.finish(purpose)  # the first request is that of training
                 reported.clear()
-                return [await pool.collect(CollectTrees(group)) for group in ("evaluation", "training")]
+                return [await pool.collect(CollectTrees(purpose)) for purpose in ("evaluation", "training")]
             finally:
                 await pool.close()
 
@@ -228,6 +228,6 @@ async def grown(
                 await pool.pause()
                 engine.version += 1
                 pool.resume(engine.version)
-            return await pool.collect(CollectTrees(GROUP))
+            return await pool.collect(CollectTrees(PURPOSE))
         finally:
             await pool.close()

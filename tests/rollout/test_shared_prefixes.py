@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
@@ -68,7 +68,7 @@ def test_engine_failure_recomputes_shared_prefixes_once(
             task = Task("t", (), "", "math", "p" * 200 + "?")
             pool.start(start((task,), step=0, version=0, settings=settings))
             try:
-                return await pool.collect(CollectTrees(GROUP))
+                return await pool.collect(CollectTrees(PURPOSE))
             finally:
                 await pool.close()
 

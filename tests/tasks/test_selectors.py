@@ -23,7 +23,7 @@ def drawn(selector: TaskSelector, count: int, solved: dict[str, float] = SOLVED)
     assert len(set(ids)) == count
     for task_id in ids:
         right = round(10 * solved[task_id])
-        selector.note(task_id, [1.0] * right + [0.0] * (10 - right))
+        selector.record_result(task_id, [1.0] * right + [0.0] * (10 - right))
     return ids
 
 
@@ -77,7 +77,7 @@ def test_refills_of_a_step_never_repeat_a_task(kind: type, seed: int) -> None:
             begun += more
         assert sorted(begun) == [task.id for task in TASKS]
         for task_id in begun:
-            selector.note(task_id, [SOLVED[task_id]])
+            selector.record_result(task_id, [SOLVED[task_id]])
 
 
 @pytest.mark.parametrize("kind", [TargetedTasks, UnsaturatedTasks])

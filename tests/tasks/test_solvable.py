@@ -11,7 +11,7 @@ TASKS = [Task(f"t{number}", (), "", "math", "") for number in range(6)]
 def drawn(selector: SolvableTasks, count: int, solved: set[str]) -> list[str]:
     ids = [task.id for task in selector.next_batch(count)]
     for task_id in ids:
-        selector.note(task_id, [0.0, 1.0 if task_id in solved else 0.0])
+        selector.record_result(task_id, [0.0, 1.0 if task_id in solved else 0.0])
     return ids
 
 

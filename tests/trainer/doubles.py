@@ -38,7 +38,7 @@ class Rollouts:
     entries_each: int = 1
 
     def start_trees(
-        self, _group: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
+        self, _purpose: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
         self.calls.append(f"start {len(tasks)}")
         self.steps |= dict.fromkeys((task.id for task in tasks), step)
@@ -46,7 +46,7 @@ class Rollouts:
 
     def resume_trees(
         self,
-        _group: str,
+        _purpose: str,
         trees: Sequence[tuple[Task, UnfinishedTree]],
         *,
         version: int,
@@ -56,11 +56,11 @@ class Rollouts:
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
         self.in_flight += [task for task, _ in trees]
 
-    def unfinished_trees(self, _group: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, _purpose: str) -> list[UnfinishedTree]:
         trees, sampled = [*self.given, *self.in_flight], (b"what it has sampled",) * self.entries_each
         return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
-    def discard_collected(self, _group: str) -> None:
+    def discard_collected(self, _purpose: str) -> None:
         self.given.clear()
 
     def collect(self, request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
@@ -116,7 +116,7 @@ class Selector:
         self.drawn += count
         return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         self.noted.append(task_id)
 
     def state_dict(self) -> dict[str, int]:

@@ -103,7 +103,7 @@ def test_resumed_run_continues_restored_trees_first(collector: Start) -> None:
     held, _ = collector(max_staleness=1)
     held.collect(0)
     assert [tree.task_id for tree in held.unfinished()] == [f"t{n}" for n in range(8)]
-    held.done()
+    held.end_step()
     trees = held.unfinished()
     assert [tree.task_id for tree in trees] == ["t4", "t5", "t6", "t7"]
     again, rollouts = collector(max_staleness=1)
@@ -132,7 +132,7 @@ def test_stop_within_a_step_trains_every_task_once(collector: Start, staleness: 
     trained = []
     for step in range(2):
         trained += held.collect(step)
-        held.done()
+        held.end_step()
     rollouts.interrupts = interrupts
     with pytest.raises(StoppedError):
         held.collect(2)
@@ -144,7 +144,7 @@ def test_stop_within_a_step_trains_every_task_once(collector: Start, staleness: 
     for step in range(2, 4):
         trained += held.collect(step)
         dropped = current(held).left_out
-        held.done()
+        held.end_step()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
     begun = {each.id for each in EpochSelector(tasks, 1).next_batch(selector.state_dict()["position"])}
@@ -180,7 +180,7 @@ def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path,
     trained = []
     for step in range(2):
         trained += held.collect(step)
-        held.done()
+        held.end_step()
 
     collect, left = rollouts.collect, report
 
@@ -206,7 +206,7 @@ def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path,
     held.restore(moment.trees, tasks)
     for step in range(2, 4):
         trained += held.collect(step)
-        held.done()
+        held.end_step()
     ids = [item.task.id for item in trained]
     assert len(ids) == len(set(ids)) == 16
     assert warnings == []
@@ -235,7 +235,7 @@ def test_step_starts_no_task_twice(collector: Start, interrupted: bool) -> None:
         begun = kept + [item.task.id for item in current(held).left_out]
         assert len(kept) == 4
         assert len(set(begun)) == len(begun)
-        held.done()
+        held.end_step()
 
 
 def test_step_trains_fewer_trees_when_no_task_is_left(collector: Start) -> None:
@@ -290,7 +290,7 @@ def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start
         moment = held.journal.read(step)
         assert moment is not None
         assert moment.selector == {"noted": 4 * step}
-        held.done()
+        held.end_step()
 
 
 def test_journal_is_written_while_training_until_the_push(collector: Start, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_journal_is_written_while_training_until_the_push(collector: Start, tmp_
         held.write_journal()
         held.after_push(step + 1)
         held.write_journal()
-        held.done()
+        held.end_step()
         held.write_journal()
         assert written(step) == (4 * step, 24)
         rollouts.entries_each = 1

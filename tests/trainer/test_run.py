@@ -108,7 +108,7 @@ def test_step_continues_if_its_trees_cannot_be_stored(tmp_path: Path, monkeypatc
         session=SimpleNamespace(config=CONFIG),
         decode=str,
         reward=SimpleNamespace(judge=None),
-        collector=SimpleNamespace(done=lambda: next(steps), selector=SimpleNamespace(metrics=dict), replay=None),
+        collector=SimpleNamespace(end_step=lambda: next(steps), selector=SimpleNamespace(metrics=dict), replay=None),
         tree_log=TreeLog(directory, notes.append),
     )
     nothing, totals = np.zeros(1), dict[str, float]()

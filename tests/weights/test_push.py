@@ -74,7 +74,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
                 expected = reference_logprobs(reference, TOKENS).numpy()
             generate(engine.url)
             cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
-            assert probe_gap(wanted, sync.engines.start_scores(TOKENS.tolist())()[0]) > 0.1
+            assert probe_gap(wanted, sync.engines.start_logprobs(TOKENS.tolist())()[0]) > 0.1
 
             report = sync.push(hf_buckets([model], spec, size, sync.buffers), version)
 
@@ -82,7 +82,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
             assert after["weight_version"] == str(version)
             assert cached_before > 0
             assert after["cached_tokens"] == 0  # no key or value of the old weights is served
-            (scored,) = sync.engines.start_scores(TOKENS.tolist())()
+            (scored,) = sync.engines.start_logprobs(TOKENS.tolist())()
             assert probe_gap(wanted, scored) < 1e-4
             assert probe_gap(expected, scored) < 1e-4
             assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -142,7 +142,7 @@ def test_short_probe_detects_swapped_tensors(
             probe = TOKENS[: sync.push([list(pushed.items())], 2).probe_tokens]
             with torch.no_grad():
                 wanted = megatron_logprobs(model, probe).numpy()
-            gaps.append(probe_gap(wanted, sync.engines.start_scores(probe.tolist())()[0]))
+            gaps.append(probe_gap(wanted, sync.engines.start_logprobs(probe.tolist())()[0]))
     assert len(probe) == PROBE_TOKENS
     assert max(gaps[:2]) < GAP_LIMITS["float32"] / 10
     assert gaps[2] > GAP_LIMITS["float32"] * 3
@@ -237,7 +237,7 @@ def test_restarted_engine_is_joined_again(engine: EngineHandle, model: Path, tmp
         report = sync.push(hf_buckets([trained], spec, BUCKET_BYTES), version)
         assert bool(report.verified) is verified
         assert [generate(url)["meta_info"]["weight_version"] for url in both] == [str(version)] * 2
-        assert max(probe_gap(wanted, scored) for scored in sync.engines.start_scores(TOKENS.tolist())()) < 1e-4
+        assert max(probe_gap(wanted, scored) for scored in sync.engines.start_logprobs(TOKENS.tolist())()) < 1e-4
 
     with launch_engine(model, SIZES, dtype="float32", seed=1, log_path=tmp_path / "log") as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
@@ -264,11 +264,11 @@ def test_engine_refuses_after_a_killed_push_until_a_whole_one(engine: EngineHand
         assert post(engine.url).status_code == 503
     with weight_sync(engine.url) as sync:
         with pytest.raises(WeightPushError, match=r"HTTP 503: .*weights of version 30 are arriving"):
-            sync.engines.start_scores(TOKENS.tolist())()
+            sync.engines.start_logprobs(TOKENS.tolist())()
         sync.push(hf_buckets([model], spec, BUCKET_BYTES), 31)
         with torch.no_grad():
             assert (
-                probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.engines.start_scores(TOKENS.tolist())()[0])
+                probe_gap(megatron_logprobs(model, TOKENS).numpy(), sync.engines.start_logprobs(TOKENS.tolist())()[0])
                 < 1e-4
             )
     assert generate(engine.url)["meta_info"]["weight_version"] == "31"

@@ -69,7 +69,7 @@ class ClipCov:
         for shape, given, own in zip(tokens.shapes, batch.advantages, batch.weights, strict=True):
             owners = np.repeat(np.arange(len(shape.lengths)), shape.lengths)
             for row in range(len(shape.leaves)):
-                spots = np.flatnonzero((shape.below[row] & shape.is_model)[owners])
+                spots = np.flatnonzero((shape.on_path[row] & shape.is_model)[owners])
                 places.append(start + spots)
                 advantages.append(given[row][owners[spots]] if given.ndim == 2 else np.full(len(spots), given[row]))
                 weights.append(np.full(len(spots), own[row]))

@@ -48,9 +48,9 @@ class Gspo:
             advantage = own if own.ndim == 2 else own[:, None]
             free = ratio[:, None] * advantage <= bounded[:, None] * advantage
             terms = np.where(free, ratio[:, None], bounded[:, None]) * advantage
-            means = terms[:, 0] if own.ndim == 1 else (terms * shape.below) @ shape.model_lengths / length
+            means = terms[:, 0] if own.ndim == 1 else (terms * shape.on_path) @ shape.model_lengths / length
             loss -= float((weight * means).sum())
-            cut = ~free.all(1) if own.ndim == 1 else (~free & shape.below & shape.is_model).any(1)
+            cut = ~free.all(1) if own.ndim == 1 else (~free & shape.on_path & shape.is_model).any(1)
             low += int((cut & (ratio < bounded)).sum())
             high += int((cut & (ratio > bounded)).sum())
             scale = (weight * ratio / length)[:, None]

@@ -36,7 +36,7 @@ class Ipa:
         factors, kept = list[Floats](), list[Floats]()
         for number, tree in enumerate(batch.trees):
             shape, own = whole.shapes[number], batch.advantages[number]
-            advantage = np.broadcast_to(own if own.ndim == 2 else own[:, None], shape.below.shape)
+            advantage = np.broadcast_to(own if own.ndim == 2 else own[:, None], shape.on_path.shape)
             drift = _chunk_ratios(tree, shape, batch.logprobs[number] - batch.old_logprobs[number])
             mismatch = _chunk_ratios(tree, shape, batch.old_logprobs[number] - batch.sampling_logprobs[number])
             kept.append(np.where(mismatch <= self.chunk_mismatch, advantage, 0.0))
@@ -50,7 +50,7 @@ class Ipa:
 def _chunk_ratios(tree: RolloutTree, shape: TreeShape, log_ratios: Floats) -> Floats:
     """Return float64[leaves, segments]: exp of the mean log-ratio over the turn of each segment on that leaf's path."""
     sums = shape.sum_of_segments(np.nan_to_num(log_ratios))
-    found = np.ones(shape.below.shape)
+    found = np.ones(shape.on_path.shape)
     for row, leaf in enumerate(shape.leaves):
         for turn in turns(tree, int(leaf)):
             own = list(turn.segments)

@@ -112,9 +112,9 @@ class Pair:
         seconds, gap = self.admin.seconds, nan
         if probe:
             tokens = list(range(LONG_PROBE_TOKENS))
-            scores = self.admin.start_scores(tokens)
+            logprobs = self.admin.start_logprobs(tokens)
             own = trainer_logprobs(self.chunks[0], probe_pack(tokens))
-            gap = probe_gap(own.float().cpu().numpy(), scores()[0])
+            gap = probe_gap(own.float().cpu().numpy(), logprobs()[0])
         return TimedPush(report.seconds, report.bytes, report.buckets, len(report.verified), seconds, gap)
 
     def close(self) -> None:

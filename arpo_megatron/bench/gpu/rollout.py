@@ -27,7 +27,7 @@ from arpo_megatron.bench.gpu.random_engines import (
     generate,
     step_bytes,
 )
-from arpo_megatron.bench.pools import GROUP, new_pool, start
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.rollout import LIMITS
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig, EngineConfig
@@ -163,7 +163,7 @@ class RolloutBench:
         async with EngineClient(url) as engine:
             pool = new_pool(engine, tools, codec, policy, SEED)
             pool.start(start(tasks, step=0, version=0, settings=settings))
-            report = await pool.collect(CollectTrees(GROUP))
+            report = await pool.collect(CollectTrees(PURPOSE))
             await pool.close()
         return report
 

@@ -1,4 +1,4 @@
-"""Patches and stubs that SGLang's CPU server needs besides SGLang 0.5.18 itself.
+"""Patches and stubs that SGLang's CPU server needs besides SGLang itself, for the version in `engine/version.py`.
 
 - Stubs. `sgl_kernel` has no wheel that works without CUDA, and PyPI's `torchvision` is linked against CUDA and breaks
   `transformers` next to a CPU build of torch. SGLang imports names of both at module level. Each name is declared here
@@ -14,10 +14,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
-
-SGLANG_VERSION = "0.5.18"
-"""The version that the stubs were checked against."""
 
 STUBS: Mapping[str, Mapping[str, str]] = {
     # Imported by the KV-cache and speculative-decoding modules; called by speculative decoding and by CPUs with AMX.

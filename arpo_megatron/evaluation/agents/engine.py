@@ -14,7 +14,7 @@ from arpo_megatron.evaluation.response import Decode, failed_response, tree_resp
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 
-_GROUP = "evaluation"
+_PURPOSE = "evaluation"
 _QUEUED = 4
 """Trajectories in flight for each one that the engines can decode, because some wait for tools."""
 
@@ -47,12 +47,12 @@ class EngineAgent:
         def start(count: int) -> None:
             if batch := list(islice(waiting, count)):
                 in_flight.update((each.task.id, each) for each in batch)
-                self.rollouts.start_trees(_GROUP, [each.task for each in batch], step=0, version=0, settings=settings)
+                self.rollouts.start_trees(_PURPOSE, [each.task for each in batch], step=0, version=0, settings=settings)
 
         start(max(1, _QUEUED * engine.replicas * engine.max_running_requests // self.attempts))
         while in_flight:
-            report = self.rollouts.collect(CollectTrees(_GROUP, count=1), lambda _progress: self.check())
-            self.rollouts.discard_collected(_GROUP)
+            report = self.rollouts.collect(CollectTrees(_PURPOSE, count=1), lambda _progress: self.check())
+            self.rollouts.discard_collected(_PURPOSE)
             for tree in report.trees:
                 deliver(in_flight.pop(tree.task_id), dict(enumerate(tree_responses(tree, self.decode))))
             for failed in report.failed:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from arpo_megatron.config import JobConfig, SandboxConfig
-from arpo_megatron.engine.server.cpu import SGLANG_VERSION
+from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_directories, kept, step_of

@@ -29,7 +29,7 @@ class TaskSelector(Protocol):
             UserError: there are fewer than `count` tasks.
         """
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Record a finished tree of a training task: the accuracy of each of its leaves, in [0, 1]."""
 
     def metrics(self) -> Mapping[str, float]:
@@ -70,7 +70,7 @@ class EpochSelector:
     def __post_init__(self) -> None:
         self._order = self._shuffled(0)
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Ignore the result: the order does not depend on it."""
 
     def metrics(self) -> Mapping[str, float]:

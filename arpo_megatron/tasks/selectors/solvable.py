@@ -39,7 +39,7 @@ class SolvableTasks:
     def _wanted(self, task: Task) -> bool:
         return not self._epochs.epoch or task.id not in self._tried or task.id in self._solved
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Record whether a tree has solved its task."""
         self._tried.add(task_id)
         if any(accuracy > self.success_above for accuracy in accuracies):

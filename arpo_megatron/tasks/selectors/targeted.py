@@ -52,7 +52,7 @@ class TargetedTasks:
         self._in_flight.update((task.id, None) for task in chosen)
         return chosen
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Record the mean accuracy of a finished tree."""
         if accuracies:
             self._success[task_id] = sum(accuracies) / len(accuracies)

@@ -36,7 +36,7 @@ class UnsaturatedTasks:
         tasks, self._left_out = draw_matching(self._epochs, count, lambda task: task.id not in self._pruned, begun)
         return tasks
 
-    def note(self, task_id: str, accuracies: Sequence[float]) -> None:
+    def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Prune the task if a finished tree has saturated it."""
         solved = [accuracy > self.success_above for accuracy in accuracies]
         if solved and sum(solved) >= self.saturated_at * len(solved):
