@@ -1,6 +1,5 @@
 """Records of a run's submissions, and its jobs in Slurm's queue."""
 
-import json
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -9,6 +8,7 @@ from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.atomic import read_json
 
 _MAY_BE_AUTO = ("engine.placement", "sync.transport")
 """Keys whose value `auto` depends on the number of nodes. The config of a submitted run has the values for its newest
@@ -18,7 +18,7 @@ submission, because its processes read it."""
 def submissions_of(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the records of `submit_jobs`, oldest first."""
     files = sorted(run.submissions.glob("[0-9]*.json"), key=lambda path: int(path.stem))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    return [read_json(path, "delete it, after scancel of its jobs") for path in files]
 
 
 def no_longer_auto(before: JobConfig, after: JobConfig) -> tuple[str, ...]:

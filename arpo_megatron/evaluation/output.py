@@ -14,7 +14,7 @@ from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import TestSet
 from arpo_megatron.evaluation.target import EvalTarget
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
-from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.atomic import read_json, write_json
 
 IDENTITY = "evaluation.json"
 """File with the identity of the evaluation; the same identity resumes."""
@@ -91,7 +91,7 @@ def _difference(path: Path, identity: Identity) -> str:
     """Describe how a directory differs from this evaluation; empty if it is the same one, or empty."""
     if not (path / IDENTITY).is_file():
         return "other files" if path.is_dir() and any(path.iterdir()) else ""
-    found = json.loads((path / IDENTITY).read_text(encoding="utf-8"))
+    found = read_json(path / IDENTITY, "delete it if the directory is this evaluation's, or name another with --out")
     for name, value in json.loads(json.dumps(identity)).items():
         if found.get(name) != value:
             return f"an evaluation with another {name.replace('_', ' ')} ({_differing(found.get(name), value)})"

@@ -5,7 +5,6 @@ and a digest of samples of its weights.
 """
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.atomic import read_json, write_json
 
 
 def check_started_with(config: JobConfig, run: RunDirectory) -> None:
@@ -28,7 +27,7 @@ def check_started_with(config: JobConfig, run: RunDirectory) -> None:
         write_json(run.inputs, {"model": _spec(config, run), **found})
         return
     check_model(config, run)
-    recorded = json.loads(run.inputs.read_text(encoding="utf-8"))
+    recorded = read_json(run.inputs, _DAMAGED)
     for name, value in found.items():
         if value != recorded.get(name, value):
             path = {"sft.data": config.sft.data, "data.path": config.data.path}.get(name)
@@ -40,7 +39,7 @@ def check_model(config: JobConfig, run: RunDirectory) -> None:
     """Check that the model has the spec that it had at the start of the run. Raises UserError if it differs."""
     if not run.inputs.exists():
         return
-    recorded = json.loads(run.inputs.read_text(encoding="utf-8"))["model"]
+    recorded = read_json(run.inputs, _DAMAGED)["model"]
     for name, value in _spec(config, run).items():
         if value != recorded.get(name):
             raise UserError(
@@ -50,6 +49,7 @@ def check_model(config: JobConfig, run: RunDirectory) -> None:
 
 
 _NAMES = {"tokenizer": "the tokenizer", "weights": "the content of the model"}
+_DAMAGED = "delete it if the inputs are those of the run's start; --resume writes it again"
 _FIX = "restore it, or start a new run"
 
 

@@ -1,7 +1,6 @@
 """Run directories: where a job writes, and the purpose of each file (docs/run-directory.md)."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import yaml
 
@@ -17,6 +16,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config, save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.utils.atomic import read_json
 
 CHANGEABLE = (
     "run_dir",
@@ -179,10 +179,14 @@ class RunDirectory:
         """Whether the tool service has a corpus."""
         return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
 
+    def read_result(self) -> dict[str, Any]:
+        """Return the content of `result`. Raises UserError if it is damaged."""
+        return read_json(self.result, "delete it, then --resume exports again")
+
     @property
     def steps_done(self) -> int:
         """Steps of a finished training, -1 if none has finished. A resumed run may need more."""
-        return int(json.loads(self.result.read_text())["step"]) if self.result.exists() else -1
+        return int(self.read_result()["step"]) if self.result.exists() else -1
 
     @property
     def sft_done(self) -> bool:
@@ -206,7 +210,7 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Hold the directory for a job of this process. Raises UserError if another job holds it."""
         with (self.path / ".lock").open("w") as file:
-            if not _try_lock(file):
+            if not self._try_lock(file):
                 raise UserError(f"{self.path} is in use by another job: end that job, or set another run_dir")
             yield
 
@@ -219,20 +223,24 @@ class RunDirectory:
         """
         lock = self.path / SUBMIT_LOCK
         with lock.open("w") as file:
-            if not _try_lock(file) or not os.fstat(file.fileno()).st_nlink:  # the last holder removed it
+            if not self._try_lock(file) or not os.fstat(file.fileno()).st_nlink:  # the last holder removed it
                 raise UserError(f"{self.path} is being submitted by another command: try again after it ends")
             try:
                 yield
             finally:
                 lock.unlink(missing_ok=True)
 
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    def _try_lock(self, file: IO[str]) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise UserError(
+                f"{self.path} is on a filesystem without file locks ({error.strerror}): mount it with them (Lustre: "
+                "-o flock), or put runs on another one"
+            ) from None
+        return True
 
 
 def start_model(config: JobConfig, run: RunDirectory, phase: Phase) -> Path:

@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Protocol
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import SCRATCH_PREFIX
+from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.service_spec import ServiceSpec
@@ -72,8 +74,18 @@ class LocalBackend:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield a temporary directory; if this job is killed, the next job of this machine removes it."""
-        folder = TemporaryFolder(SCRATCH_PREFIX)
+        """Yield a temporary directory; if this job is killed, the next job of this machine removes it.
+
+        Raises:
+            UserError: there is no room for it, or no file locks.
+        """
+        try:
+            folder = TemporaryFolder(SCRATCH_PREFIX)
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(
+                f"no temporary directory in {gettempdir()} ({why}): set TMPDIR to a local filesystem with room"
+            ) from None
         try:
             yield folder.path
         finally:

@@ -1,6 +1,5 @@
 """`arpo demo`: train the quickstart recipe, then show an answer of the trained agent and one of its trees."""
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +99,7 @@ def _draw(progress: Progress, tokenizer: "PreTrainedTokenizerFast", run: RunDire
 
 
 def _figures(run: RunDirectory, seconds: float) -> dict[str, Any]:
-    result = json.loads(run.result.read_text())
+    result = run.read_result()
     totals, success = result["totals"], result["success"]
     return {
         "success_before": success.get("before"),

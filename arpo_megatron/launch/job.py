@@ -1,6 +1,5 @@
 """The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
-import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
+from arpo_megatron.utils.atomic import read_json
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
         run_sft_phase(job)
         run = job.run
         job.progress.note(f"exported to {run.sft_model}")
-        figures = json.loads(run.sft_result.read_text()) if run.sft_result.exists() else {}
+        figures = read_json(run.sft_result, "delete it") if run.sft_result.exists() else {}
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
 
 

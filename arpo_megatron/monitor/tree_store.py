@@ -128,7 +128,7 @@ def write_trees(
     rows = [_row(step, item, decode, own) for item, own in zip_longest(scored, trained)]
     table = pa.Table.from_pylist(rows, schema=_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, durable=True) as partial:
+    with atomic_write(path) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
 
 

@@ -1,12 +1,12 @@
 """Results of a study: one row per evaluation and level, read from the files that runs leave."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.studies.runs import StudyRun
+from arpo_megatron.utils.atomic import read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +45,7 @@ def _run_rows(run: StudyRun) -> list[dict[str, Any]]:
 
 
 def _file_rows(path: Path) -> list[dict[str, Any]]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path, "delete its run directory, and the study repeats the run")
     levels: dict[str, list[str]] = {ALL: list(found["solved"])}
     for task in found["solved"]:
         levels.setdefault(task.rpartition("-")[2], []).append(task)

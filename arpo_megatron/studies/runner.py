@@ -1,6 +1,5 @@
 """Start the runs of a study, several at a time, and resume those that an earlier process left unfinished."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,5 +113,5 @@ def _next_ready(waiting: Sequence[StudyRun]) -> StudyRun | None:
 def _success(run: StudyRun) -> str:
     if run.sft_run is None:
         return ""
-    success = json.loads(run.directory.result.read_text())["success"]
+    success = run.directory.read_result()["success"]
     return f": held-out success {success['before']:.1%} -> {success['after']:.1%}"

@@ -3,7 +3,6 @@
 Each one is an ordinary run directory of `arpo sft` or `arpo train`, so it resumes like one.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,8 +63,7 @@ class StudyRun:
         """Whether the run has finished all its steps."""
         if self.sft_run is None:
             return self.directory.sft_done
-        result = self.directory.result
-        return result.exists() and json.loads(result.read_text())["step"] >= self.config.train.steps
+        return self.directory.steps_done >= self.config.train.steps
 
     @property
     def command(self) -> list[str]:

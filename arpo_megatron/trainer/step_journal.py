@@ -72,7 +72,7 @@ class StepJournal:
             return
         self.written_at = time.monotonic()
         try:
-            with atomic_write(self.path, durable=True) as partial:
+            with atomic_write(self.path) as partial:
                 _write(partial, {"step": step, "selector": selector}, trees())
         except OSError as error:
             # The old journal goes too: its step may have been repeated since, with other weights.

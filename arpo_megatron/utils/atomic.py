@@ -13,20 +13,18 @@ from arpo_megatron.errors import UserError
 
 
 @contextmanager
-def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path; rename it to `path` on success, delete it on failure.
 
-    With `durable` the content and the name are flushed to the disk, so that they survive a power cut. The temporary
-    name is hidden and ends in .tmp: readers of a directory of data files skip it.
+    Content and name are flushed to the disk: without that a power cut can leave an empty file. The temporary name is
+    hidden and ends in .tmp: readers of a directory of data files skip it.
     """
     partial = path.with_name(f".{path.name}.tmp")
     try:
         yield partial
-        if durable:
-            flush(partial)
+        flush(partial)
         partial.replace(path)
-        if durable:
-            flush(path.parent)
+        flush(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -35,6 +33,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file so that readers see its old or its new content."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """Read a file of `write_json`. Raises UserError, with `fix` at its end, if it holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): {fix}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: {fix}")
+    return content
 
 
 def append_line(path: Path, text: str) -> None:

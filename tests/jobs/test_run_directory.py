@@ -1,11 +1,14 @@
 """Run directories are never overwritten, and resuming finds the right one."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.job import open_job
 
 
@@ -50,6 +53,27 @@ def test_refused_second_job_does_not_change_the_run() -> None:
     ):
         pass
     assert run.config.read_bytes() == before
+
+
+def test_lock_that_the_filesystem_does_not_offer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_directory.fresh(resolve.resolve("quickstart"))
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(UserError, match=r"without file locks \(No locks available\): mount it with them"), run.locked():
+        pass
+    with pytest.raises(UserError, match=r"no temporary directory in .* \(No locks available\): set TMPDIR"):
+        LocalBackend().scratch().__enter__()
+
+
+@pytest.mark.parametrize("content", ["", '{"st'])
+def test_damaged_result_refuses_a_resume_with_the_fix(content: str) -> None:
+    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run.result.write_text(content)
+    with pytest.raises(UserError, match=r"result\.json cannot be read .*: delete it, then --resume exports again"):
+        _ = run.steps_done
 
 
 def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:

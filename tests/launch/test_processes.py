@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.utils.processes import ProcessDiedError, bind_to_parent
+from arpo_megatron.utils.processes import ProcessDiedError, bind_to_parent, first_failure, last_lines
 from tests.faults import without_end
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -93,6 +94,21 @@ def test_process_that_the_kernel_does_not_end_holds_up_no_end_of_a_job(
     expected = f"arpo: SIGKILL has not ended process {process.pid}: it waits for a device or a filesystem"
     assert expected in capsys.readouterr().err
     assert process.wait(60) == -signal.SIGKILL
+
+
+def test_cause_of_a_failure_is_read_from_the_end_of_a_large_log(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    with log.open("wb") as file:
+        file.truncate(306 * 2**20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n---- rank 3 failed:\nno memory left\n---- end of that rank's report\n")
+    tracemalloc.start()
+    try:
+        assert first_failure(log) == "  | ---- rank 3 failed:\n  | no memory left"
+        assert last_lines(log, count=1) == "  | ---- end of that rank's report"
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_processes_die_with_a_killed_launcher(tmp_path: Path) -> None:
