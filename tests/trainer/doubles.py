@@ -110,17 +110,17 @@ class Selector:
 
     def __init__(self) -> None:
         self.drawn = 0
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         self.drawn += count
         return [task(f"t{n}") for n in range(self.drawn - count, self.drawn)]
 
     def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
-        self.noted.append(task_id)
+        self.recorded.append(task_id)
 
     def state_dict(self) -> dict[str, int]:
-        return {"noted": len(self.noted)}
+        return {"recorded": len(self.recorded)}
 
 
 def current(collector: TreeCollector) -> StepInProgress:

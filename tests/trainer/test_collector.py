@@ -259,13 +259,13 @@ def test_selector_learns_nothing_from_a_step_stopped_while_scoring(collector: St
     held.scorer = SimpleNamespace(score=until_stopped)  # type: ignore[assignment]
     with pytest.raises(StoppedError):
         held.collect(0)
-    assert selector.noted == []
+    assert selector.recorded == []
     left = held.unfinished()
     assert [tree.task_id for tree in left] == [f"t{n}" for n in range(6)]
     again, _ = collector(selector=selector, oversampling=0.5)
     again.restore(left, [task(tree.task_id) for tree in left])
     again.collect(0)
-    assert selector.noted == ["t0", "t1", "t2", "t3"]
+    assert selector.recorded == ["t0", "t1", "t2", "t3"]
 
 
 def test_selector_learns_of_trees_when_the_step_is_complete(collector: Start) -> None:
@@ -274,11 +274,11 @@ def test_selector_learns_of_trees_when_the_step_is_complete(collector: Start) ->
     rollouts.interrupts = 2
     with pytest.raises(StoppedError):
         held.collect(0)
-    assert selector.noted == []  # the resumed step scores and reports the trees again
+    assert selector.recorded == []  # the resumed step scores and reports the trees again
     again, _ = collector(lambda name: name != "t0", selector, max_refills=1)
     again.restore(held.unfinished(), [task(tree.task_id) for tree in held.unfinished()])
     again.collect(0)
-    assert selector.noted == ["t0", "t1", "t2", "t3", "t4"]
+    assert selector.recorded == ["t0", "t1", "t2", "t3", "t4"]
 
 
 def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_journal_has_the_selector_before_it_learned_of_the_step(collector: Start
         held.collect(step)
         moment = held.journal.read(step)
         assert moment is not None
-        assert moment.selector == {"noted": 4 * step}
+        assert moment.selector == {"recorded": 4 * step}
         held.end_step()
 
 
@@ -301,7 +301,7 @@ def test_journal_is_written_while_training_until_the_push(collector: Start, tmp_
     def written(step: int) -> tuple[int, int]:
         moment = held.journal.read(step)
         assert moment is not None
-        return moment.selector["noted"], moment.entries
+        return moment.selector["recorded"], moment.entries
 
     held.before_push()
     held.after_push(0)
