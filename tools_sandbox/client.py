@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import aiohttp
 import requests
@@ -282,6 +283,21 @@ class AsyncSandboxClient:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _RetryableError(str(error)) from error
         return call.read_answer(status, headers, content)
+
+    async def tools(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each tool's arguments by the tool's name.
+
+        Raises SandboxUnavailable after one attempt, and SandboxDenied.
+        """
+        limits = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S + _GRACE_S)
+        try:
+            async with self._open_session().get(f"{self.url}/tools", timeout=limits) as reply:
+                if reply.status != 200:
+                    error = SandboxUnavailable if reply.status >= 500 else SandboxDenied
+                    raise error(f"tool service at {self.url} does not list its tools: HTTP {reply.status}")
+                return {tool["name"]: tool["arguments"] for tool in await reply.json()}
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SandboxUnavailable(f"tool service at {self.url} does not list its tools: {error}") from error
 
     async def aclose(self) -> None:
         """Close the kept connections. The client can be used again afterwards."""

@@ -1,5 +1,6 @@
-"""Section `sandbox`: limits, isolation and sessions of the tool service."""
+"""Section `sandbox`: the tool service's file, limits, isolation and sessions."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -11,6 +12,8 @@ from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 class SandboxConfig:
     """The tool service: limits, isolation and sessions of python calls, and the size of search results."""
 
+    file: Path | None = None
+    """YAML file of the tool service with further tools and settings (docs/tools.md), merged with the keys below."""
     python_timeout_s: PositiveFloat = 10.0
     """Wall time of one python call in seconds."""
     python_memory_mb: Positive = 512

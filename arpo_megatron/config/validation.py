@@ -1,6 +1,7 @@
 """Rules between config values. Each violation raises ValueError with the one line that a user reads."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ weight gradient quantizes 128 tokens of a feature together, in a sum that mixes 
 `current` and `delayed` cover a whole tensor, which no alignment changes."""
 FP8_FEATURES: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
 """Rows and columns of a rank's part of an FP8 weight are multiples of this."""
+
+PROTOCOL_TAGS = ("think", "result", "answer")
+"""Tags that are not tools."""
+_TAG_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 def check_parallel(parallel: "ParallelConfig") -> None:
@@ -55,6 +60,8 @@ def check_job(config: "JobConfig") -> None:
         if config.algorithm.router_replay != "none":
             raise ValueError("algorithm.router_replay=rollout needs a model with experts at model.path")
     _check_data(config)
+    if config.rollout.tools is not None:
+        _check_tool_names(config.rollout.tools)
     _check_staleness(config)
     if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
         raise ValueError(
@@ -68,6 +75,19 @@ def check_job(config: "JobConfig") -> None:
     pool = config.engine.max_total_tokens
     if pool is not None and pool < config.model.max_length:
         raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_tool_names(names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError("rollout.tools is empty: rollout.max_tool_calls=0 is a job without tools")
+    for name in names:
+        if name in PROTOCOL_TAGS or not _TAG_NAME.fullmatch(name):
+            raise ValueError(
+                f"rollout.tools: {name!r} cannot be a tag: it needs letters, digits, _ . or -, and {PROTOCOL_TAGS} are "
+                "tags of the protocol"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"rollout.tools names {name!r} twice")
 
 
 def _check_optimizer(config: "JobConfig") -> None:

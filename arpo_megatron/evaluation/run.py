@@ -29,6 +29,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
+from arpo_megatron.tasks.tags.tools import tool_names
 from arpo_megatron.utils.atomic import write_json
 
 _LOG_EVERY_S = 10.0
@@ -175,6 +176,7 @@ def _prompted(evaluation: _Evaluation) -> Iterator[tuple[PromptedQuestions, Judg
             reward = make_reward(
                 config.reward,
                 max_response_tokens=config.rollout.max_response_tokens,
+                tools=tool_names(config.rollout.tools),
                 cache=cache,
                 waiting="the evaluation",
                 log=evaluation.log,
@@ -236,7 +238,8 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
     if target.kind in (TargetKind.ORACLE, TargetKind.WRONG):
         yield OracleAgent(correct=target.kind is TargetKind.ORACLE)
         return
-    write_tool_files(config, out, prompted.data)
+    for note in write_tool_files(config, out, prompted.data):
+        evaluation.log(note)
     with Supervisor(out.logs) as supervisor:
         if target.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAgent

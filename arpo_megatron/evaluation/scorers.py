@@ -16,6 +16,7 @@ from arpo_megatron.rewards.math.verify import math_equal
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.response import last_boxed, parse_response
+from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
 from arpo_megatron.tree import Finish
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
@@ -70,13 +71,15 @@ def extract_answer(model_text: str) -> str | None:
     return (box or "").strip() or None
 
 
-def benchmark_scorer(metric: Metric, tools: Tools, judge: AnswerCheck | None) -> Scorer:
-    """Return the scorer of a metric; without a judge, the metric "judge" is scored by token F1."""
+def benchmark_scorer(
+    metric: Metric, tools: Tools, judge: AnswerCheck | None, names: Sequence[str] = DEFAULT_NAMES
+) -> Scorer:
+    """Return the scorer of a metric; without a judge, the metric "judge" is scored by token F1. `names`: the tools."""
     grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
 
     def score(question: Question, response: AgentResponse) -> AnswerVerdict:
         answer = extract_answer(response.model_text)
-        tagged = not parse_response(response.text).reason
+        tagged = not parse_response(response.text, names).reason
         format_ok = last_boxed(response.model_text) is not None if tools is Tools.NONE else tagged
         if answer is None:
             return AnswerVerdict(None, 0.0, False, format_ok)

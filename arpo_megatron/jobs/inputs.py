@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.validation import check_tasks
 from arpo_megatron.engine.version import SGLANG_VERSION
@@ -19,6 +17,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
+from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
 from arpo_megatron.models.known import check_is_known
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
@@ -45,6 +44,8 @@ class JobData:
     """Name -> text of its search result, for generated tasks; empty for other data."""
     bad_rows: Sequence[Mapping[str, Any]] = ()
     """Skipped rows, each with its position and the reason."""
+    notes: Sequence[str] = ()
+    """Lines for the user."""
 
 
 def load_conversations(
@@ -141,6 +142,8 @@ def check_files(config: JobConfig) -> ModelSpec | None:
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
+    if config.sandbox.file is not None:
+        read_tool_file(config.sandbox.file, config.sandbox)
     return spec
 
 
@@ -158,7 +161,7 @@ def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = l
     tokenizer = load_tokenizer(start_model(config, run, "sft"))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
-    write_tool_files(config, run, data)
+    data = replace(data, notes=write_tool_files(config, run, data))
     spec = ModelSpec.from_hf(start_model(config, run, "sft"))
     if (conversations := load_conversations(config, tokenizer, spec, log)) is not None:
         conversations.split(config.sft.held_out, config.seed)  # raises now if nothing is left to train on
@@ -170,15 +173,19 @@ def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = l
     return data
 
 
-def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> None:
-    """Write the tool service's config, and the facts of generated tasks as a search corpus."""
+def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> list[str]:
+    """Write the tool service's config, and the facts of generated tasks as a search corpus; return notes for the user.
+
+    Raises:
+        UserError: `sandbox.file` cannot be used.
+    """
     sources = []
     if data.facts:
         GeneratedTasks((), (), data.facts).write_corpus(run.corpus)
-        sources = [{"path": str(run.corpus.resolve()), "format": "jsonl"}]
+        sources = [{"path": run.corpus.name, "format": "jsonl"}]
     elif cache := _search_cache(config):
         sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
-    run.sandbox_config.write_text(yaml.safe_dump(_sandbox_values(config, sources)), encoding="utf-8")
+    return write_tool_config(config.sandbox, run, sources)
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -193,22 +200,6 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
             f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a tool result: "
             f"its tags take {tags} tokens"
         )
-
-
-def _sandbox_values(config: JobConfig, sources: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the tool service's config for the job."""
-    sandbox = config.sandbox
-    return {
-        "limits": {"time_s": sandbox.python_timeout_s, "memory_mb": sandbox.python_memory_mb},
-        "python": {
-            "preload": list(sandbox.preload),
-            "isolation": sandbox.isolation,
-            # Relative to the config file, in the run directory.
-            "session_dir": "sandbox_states" if sandbox.sessions else None,
-        },
-        # In the run directory, so that a restarted service does not build it again.
-        "search": {"sources": sources, "index_path": "search/index", "max_results": sandbox.search_results},
-    }
 
 
 def _make_model(config: JobConfig, run: RunDirectory) -> None:

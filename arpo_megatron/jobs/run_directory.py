@@ -85,6 +85,11 @@ class RunDirectory:
         return self.path / "sandbox.yaml"
 
     @property
+    def sandbox_user_file(self) -> Path:
+        """Copy of the user's file (`sandbox.file`) from which the config of the tool service was made."""
+        return self.path / "sandbox_user.yaml"
+
+    @property
     def sft_model(self) -> Path:
         """Hugging Face directory after supervised training."""
         return self.path / "sft"
@@ -176,8 +181,9 @@ class RunDirectory:
 
     @property
     def searchable(self) -> bool:
-        """Whether the tool service has a corpus."""
-        return bool(yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]["sources"])
+        """Whether the tool service has a corpus or a search engine."""
+        search = yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]
+        return bool(search["sources"]) or search.get("engine", "local") != "local"
 
     def read_result(self) -> dict[str, Any]:
         """Return the content of `result`. Raises UserError if it is damaged."""

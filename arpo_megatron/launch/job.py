@@ -19,6 +19,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, services
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.tool_check import check_tools
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
@@ -159,6 +160,7 @@ def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]
     notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
     if not run.searchable:
         notes.append("the search tool is off: there is nothing to search (data.search_cache=FILE.json)")
+    notes += [*data.notes, *check_tools(config, run)]
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"

@@ -9,6 +9,7 @@ from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, u
 from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers
 from arpo_megatron.rewards.qa import exact_match, token_f1
 from arpo_megatron.tasks.tags.response import Parsed, parse_response
+from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
 
 Terms = dict[str, float]
 
@@ -25,6 +26,7 @@ class ArpoReward:
     tool_bonus: float = 0.1
     math: Literal["verify", "judge"] = "verify"
     qa: Literal["f1", "exact_match", "judge"] = "f1"
+    tools: tuple[str, ...] = DEFAULT_NAMES
 
     @property
     def needs_judge(self) -> bool:
@@ -33,7 +35,7 @@ class ArpoReward:
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
         """Score each response; equal answers are graded once."""
-        responses = [parse_response(response.text) for response in group.responses]
+        responses = [parse_response(response.text, self.tools) for response in group.responses]
         answers = list(dict.fromkeys(parsed.answer for parsed in responses if parsed.answer is not None))
         grades = dict(zip(answers, self._grades(answers, group), strict=True))
         return [self._score(parsed, grades) for parsed in responses]
@@ -42,7 +44,7 @@ class ArpoReward:
         if parsed.answer is None:
             return Score(self.format_penalty, 0.0, format_ok=False, reason=parsed.reason)
         accuracy, terms = grades[parsed.answer]
-        bonus = self.tool_bonus if accuracy > 0.0 and len(parsed.tools) == 2 else 0.0
+        bonus = self.tool_bonus if accuracy > 0.0 and parsed.tools.issuperset(DEFAULT_NAMES) else 0.0
         reward = max(accuracy + bonus, accuracy)
         return Score(reward, accuracy, format_ok=True, terms={**terms, "tool_bonus": bonus}, answer=parsed.answer)
 

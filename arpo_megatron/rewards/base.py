@@ -59,8 +59,8 @@ class Reward(Protocol):
     """Scores the trajectories of a task. Implementations hold settings only and may be called from any thread.
 
     An implementation is a frozen dataclass; its fields are its params. Fields named like a key of `reward`
-    (`tool_bonus`, for example) take the value of that key and `max_response_tokens` that of `rollout`; others are set
-    in `reward.params`.
+    (`tool_bonus`, for example) take the value of that key, and `max_response_tokens` and `tools` (names) those of
+    `rollout`; others are set in `reward.params`.
     """
 
     @property

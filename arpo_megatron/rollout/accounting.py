@@ -26,6 +26,8 @@ class RolloutCounts:
     """Tool calls sent to the tool service."""
     calls_cached: int = 0
     """Tool calls that the service answered from its cache."""
+    calls_invalid_json: int = 0
+    """Tool calls that got an error because their text is not a JSON object."""
     retries: int = 0
     """Attempts of requests and tool calls that were repeated because a service failed."""
 

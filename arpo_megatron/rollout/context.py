@@ -9,7 +9,8 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP, STOP_STRINGS
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 
 
 class PromptTooLongError(ValueError):
@@ -44,11 +45,13 @@ class RolloutLimits:
     stop_at_answer: bool = False
     sessions: bool = False
     """A python call starts from the interpreter state that the previous one on its path has left."""
+    tools: tuple[TagTool, ...] = DEFAULT_TOOLS
+    """Tools that the policy may call."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
-        return (*STOP_STRINGS, *([ANSWER_STOP] if self.stop_at_answer else []))
+        return (*(tool.stop for tool in self.tools), *([ANSWER_STOP] if self.stop_at_answer else []))
 
 
 @dataclass(frozen=True, slots=True)

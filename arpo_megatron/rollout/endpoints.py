@@ -78,6 +78,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         expert_routes=_expert_routes(config, model),
         sandbox_token=services.sandbox_token,
         engine_token=services.engine_token,
+        tools=config.rollout.tools,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 

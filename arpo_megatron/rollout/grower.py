@@ -39,7 +39,15 @@ from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.tree_client import TreeClient
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP, Malformed, ToolCall, ends_inside_stop, find_stop, parse_call
+from arpo_megatron.tasks.tags.calls import (
+    ANSWER_STOP,
+    InvalidJson,
+    Malformed,
+    ToolCall,
+    ends_inside_stop,
+    find_stop,
+    parse_call,
+)
 from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree
 
 
@@ -79,7 +87,7 @@ class _SampledSegment:
     start_entropies: Float32Array
     entropies: Float32Array
     calls: int
-    call: ToolCall | None
+    call: ToolCall | InvalidJson | None
     """The call that ended it; None if the trajectory ends."""
     streak: int
 
@@ -280,20 +288,20 @@ class TreeGrower:
 
     def _interpret(
         self, start: BranchStart, finish: EngineFinish, matched: str | None, ids: Int32Array
-    ) -> tuple[Finish, ToolCall | None]:
+    ) -> tuple[Finish, ToolCall | InvalidJson | None]:
         """Return why a segment ended, and its tool call if the path continues."""
         if matched is None:
             return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
         if matched == ANSWER_STOP:
             return Finish.END, None
-        call = parse_call(self._context.codec.decode(ids.tolist()), matched)
+        call = parse_call(self._context.codec.decode(ids.tolist()), matched, self._context.limits.tools)
         if isinstance(call, Malformed):
             return Finish.MALFORMED, None
         if start.calls >= self._context.limits.max_tool_calls:
             return Finish.CALL_LIMIT, None
         return Finish.TOOL_CALL, call
 
-    async def _call_tool(self, segment: _SampledSegment, call: ToolCall) -> BranchStart | None:
+    async def _call_tool(self, segment: _SampledSegment, call: ToolCall | InvalidJson) -> BranchStart | None:
         """Call the tool and add the TOOL segment; return the start of the next MODEL segment.
 
         If the result leaves no room for another token, it is not added: the trajectory ends with the call (None).

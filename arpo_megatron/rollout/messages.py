@@ -115,6 +115,8 @@ class ServiceSettings:
     """SGLang's router, if there is one."""
     expert_routes: ExpertRouteSpec | None = None
     """Sizes of the engines' expert routes; None if they return none."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools that the policy may call (`rollout.tools`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.shared_prefixes import common_prefix_length
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.tags.calls import ends_inside_stop
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
@@ -97,6 +98,7 @@ class TreePool:
         send: called with a `RolloutProgress` now and then while a `collect` waits.
         record: called with a tree's id and each new entry of its record.
         expert_routes: sizes of the engines' expert routes; None if they return none.
+        tags: tools that the policy may call.
     """
 
     def __init__(
@@ -109,9 +111,11 @@ class TreePool:
         send: Callable[[RolloutProgress], None],
         record: Callable[[int, bytes], None],
         expert_routes: ExpertRouteSpec | None = None,
+        tags: tuple[TagTool, ...] = DEFAULT_TOOLS,
     ) -> None:
         self._engine = engine
         self._tools = tools
+        self._tags = tags
         self._codec = codec
         self._seed = seed
         self._policy = policy
@@ -134,8 +138,9 @@ class TreePool:
         common = asyncio.create_task(self._prefill_new(prompts, costs))
         for each, prompt in zip(new, prompts, strict=True):
             policy = self._policy(each.settings)
-            queue = self._queues.setdefault(each.purpose, _Queue(policy, each.settings.limits))
-            queue.policy, queue.limits = policy, each.settings.limits
+            limits = replace(each.settings.limits, tools=self._tags)
+            queue = self._queues.setdefault(each.purpose, _Queue(policy, limits))
+            queue.policy, queue.limits = policy, limits
             if not queue.trees:
                 queue.since = time.monotonic()
             tree = _PoolTree(each.tree_id, each.version, self._grower(each, prompt, queue))
@@ -151,7 +156,7 @@ class TreePool:
             codec=self._codec,
             policy=queue.policy,
             sampling=settings.sampling,
-            limits=settings.limits,
+            limits=queue.limits,
             seed=self._seed,
             step=tree.step,
             on_tokens=partial(self._count_tokens, queue),

@@ -8,10 +8,11 @@ the call is executed again. That is safe: a search only reads, and a Python call
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool, select_tools
 from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable, ToolAnswer
 
 _FIRST_PAUSE_S = 0.5
@@ -39,6 +40,24 @@ class ToolClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._client.aclose()
+
+    async def select(self, names: Sequence[str] | None) -> tuple[TagTool, ...]:
+        """Return the tools that the policy may call, given `rollout.tools`; None: the default ones.
+
+        Raises:
+            UserError: the service does not offer a tool.
+            SandboxUnavailable: the service was unavailable for `retry_for_s` seconds.
+        """
+        if names is None:
+            return DEFAULT_TOOLS
+        give_up = time.monotonic() + self._retry_for_s
+        while True:
+            try:
+                return select_tools(names, await self._client.tools())
+            except SandboxUnavailable:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(_FIRST_PAUSE_S)
 
     async def call(
         self,

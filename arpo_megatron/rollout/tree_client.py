@@ -18,7 +18,8 @@ from arpo_megatron.rollout.context import RolloutContext, ToolTextError
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
-from arpo_megatron.tasks.tags.calls import PYTHON, ToolCall, result_tokens
+from arpo_megatron.tasks.tags.calls import INVALID_JSON, InvalidJson, ToolCall, result_tokens
+from arpo_megatron.tasks.tags.tools import PYTHON
 from arpo_megatron.tree import Int32Array, ToolRecord
 
 
@@ -96,7 +97,7 @@ class TreeClient:
         context.on_tokens(len(generation.token_ids))
         return generation
 
-    async def call_tool(self, node: Node, call: ToolCall) -> RecordedAnswer:
+    async def call_tool(self, node: Node, call: ToolCall | InvalidJson) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service."""
         result = self._record.tool_results.get(node.key)
         if result is not None:
@@ -106,8 +107,11 @@ class TreeClient:
         self._add(node.key, result)
         return result
 
-    async def _send_call(self, node: Node, call: ToolCall) -> RecordedAnswer:
-        started, limits, codec = time.monotonic(), self._context.limits, self._context.codec
+    async def _send_call(self, node: Node, call: ToolCall | InvalidJson) -> RecordedAnswer:
+        if isinstance(call, InvalidJson):
+            ids = self._result_tokens(call.tool, call.result)
+            return RecordedAnswer(ids, ToolRecord(call.tool, {}, INVALID_JSON, 0.0, False))
+        started, limits = time.monotonic(), self._context.limits
         session = self._session(node) if limits.sessions and call.tool == PYTHON else {}
         answer = await self._context.tools.call(
             call.tool,
@@ -116,15 +120,19 @@ class TreeClient:
             timeout_s=limits.tool_timeout_s,
             on_retry=self._count_retry,
         )
-        try:
-            ids = result_tokens(
-                answer.text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limits.max_tool_tokens
-            )
-        except (TypeError, UnicodeError) as error:
-            raise ToolTextError(f"cannot tokenize the answer of {call.tool}, {answer.text[:80]!a}: {error}") from error
+        ids = self._result_tokens(call.tool, answer.text)
         seconds = time.monotonic() - started
         record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
-        return RecordedAnswer(np.array(ids, dtype=np.int32), record)
+        return RecordedAnswer(ids, record)
+
+    def _result_tokens(self, tool: str, text: str) -> Int32Array:
+        """Return int32[n], the tokens of a result. Raises ToolTextError."""
+        codec, limit = self._context.codec, self._context.limits.max_tool_tokens
+        try:
+            ids = result_tokens(text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limit)
+        except (TypeError, UnicodeError) as error:
+            raise ToolTextError(f"cannot tokenize the answer of {tool}, {text[:80]!a}: {error}") from error
+        return np.array(ids, dtype=np.int32)
 
     def _session(self, node: Node) -> dict[str, str]:
         """Return the names of the interpreter states before and after a python call, which follow from path keys."""
@@ -153,7 +161,9 @@ class TreeClient:
     def _count(self, answer: Answer) -> None:
         counts = self.counts
         if isinstance(answer, RecordedAnswer):
-            counts.calls_executed += 1
+            invalid = answer.tool.status == INVALID_JSON
+            counts.calls_invalid_json += invalid
+            counts.calls_executed += not invalid
             counts.calls_cached += answer.tool.cached
             return
         counts.requests += 1

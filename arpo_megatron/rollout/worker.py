@@ -132,7 +132,15 @@ class Session:
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         async with engine, tools:
             pool = TreePool(
-                engine, tools, codec, settings.seed, policy, self._send, self._record, settings.expert_routes
+                engine,
+                tools,
+                codec,
+                settings.seed,
+                policy,
+                self._send,
+                self._record,
+                settings.expert_routes,
+                await tools.select(settings.tools),
             )
             engine.on_stale = pool.note_stale
             try:

@@ -31,7 +31,8 @@ class HeldOutResult:
     rewards: Mapping[str, float]
     """Task id -> reward, for the tasks that were finished."""
     tool_calls: Mapping[str, int]
-    """Calls by status ("ok", "error", "timeout", "refused"): a tool service in trouble makes a policy look worse."""
+    """Calls by status ("ok", "error", "timeout", "refused", "invalid_json"): a tool service in trouble makes a policy
+    look worse."""
 
     @classmethod
     def from_trees(cls, tasks: Sequence[Task], scored: Sequence[ScoredTree], threshold: float) -> Self:

@@ -61,6 +61,7 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "trajectories": stats.trajectories,
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
+        "tool_calls_invalid_json": stats.counts.calls_invalid_json,
         "tool_calls_inherited": stats.calls_inherited,
         "requests_repeated": stats.counts.retries,
         "tokens_sampled": stats.counts.tokens_sampled,

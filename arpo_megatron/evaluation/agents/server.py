@@ -27,6 +27,7 @@ from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Respons
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.tags import calls
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 from arpo_megatron.tree import Finish
 from arpo_megatron.utils import chat_client
 from arpo_megatron.utils.text import whole_characters
@@ -107,10 +108,11 @@ class ServerAgent:
                 sandbox = ToolClient(self.sandbox_url, self.sandbox_token, retry_for_s=retry_for_s)
             try:
                 await self._probe(client)
+                tags = DEFAULT_TOOLS if sandbox is None else await sandbox.select(self.config.rollout.tools)
 
                 async def one(each: PendingQuestion, number: int) -> None:
                     async with slots:
-                        response = await self._attempt(client, sandbox, each, number)
+                        response = await self._attempt(client, sandbox, tags, each, number)
                     deliver(each, {number: response})
 
                 async with asyncio.TaskGroup() as group:
@@ -156,10 +158,15 @@ class ServerAgent:
             raise UserError(f"{self.url} does not answer: {_text(error)}") from None
 
     async def _attempt(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, pending: PendingQuestion, number: int
+        self,
+        client: openai.AsyncOpenAI,
+        sandbox: ToolClient | None,
+        tags: Sequence[TagTool],
+        pending: PendingQuestion,
+        number: int,
     ) -> Response:
         try:
-            return await self._respond(client, sandbox, pending, number)
+            return await self._respond(client, sandbox, tags, pending, number)
         except SandboxError as error:
             return NoResponse(Outcome.TOOLS, str(error))
         except openai.APIStatusError as error:
@@ -180,38 +187,48 @@ class ServerAgent:
         )
 
     async def _respond(
-        self, client: openai.AsyncOpenAI, sandbox: ToolClient | None, pending: PendingQuestion, number: int
+        self,
+        client: openai.AsyncOpenAI,
+        sandbox: ToolClient | None,
+        tags: Sequence[TagTool],
+        pending: PendingQuestion,
+        number: int,
     ) -> AgentResponse:
         """Alternate between model and tool until the trajectory ends."""
         trajectory, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
         while (left := limits.max_response_tokens - trajectory.length) > 0:
             seed = path_seed(self.config.seed, 0, pending.task.id, (number, trajectory.tool_calls))
-            answer = await self._complete(client, [*pending.task.messages, *trajectory.turns], left, seed=seed)
+            turns = [*pending.task.messages, *trajectory.turns]
+            answer = await self._complete(client, turns, left, seed=seed, stop=[tool.stop for tool in tags])
             if answer.prompt_tokens is not None and answer.completion_tokens is not None:
                 trajectory.prompt_tokens = trajectory.prompt_tokens or answer.prompt_tokens
                 trajectory.model_tokens += answer.completion_tokens
                 trajectory.length = answer.prompt_tokens + answer.completion_tokens - trajectory.prompt_tokens
             text, stop = answer.text, None
             if sandbox is not None:  # without tools a tag is plain text
-                text, stop = split_call(answer.text, answer.finish_reason == "stop")
+                text, stop = split_call(answer.text, answer.finish_reason == "stop", tags)
             trajectory.text += text
             trajectory.model_text += text
             if stop is None or sandbox is None:
                 return trajectory.response(Finish.LENGTH if answer.finish_reason == "length" else Finish.END, began)
-            call = calls.parse_call(text, stop)
+            call = calls.parse_call(text, stop, tags)
             if isinstance(call, calls.Malformed):
                 return trajectory.response(Finish.MALFORMED, began)
             if trajectory.tool_calls >= limits.max_tool_calls:
                 return trajectory.response(Finish.CALL_LIMIT, began)
-            result = await sandbox.call(
-                call.tool,
-                dict(call.arguments),
-                trajectory_id=f"{pending.task.id}/{number}",
-                timeout_s=limits.tool_timeout_s,
-            )
             trajectory.tool_calls += 1
-            trajectory.tool_errors += result.status != "ok"
-            shown = whole_characters(result.text[: _CHARACTERS_PER_TOKEN * limits.max_tool_tokens])
+            if isinstance(call, calls.InvalidJson):
+                status, result = calls.INVALID_JSON, call.result
+            else:
+                called = await sandbox.call(
+                    call.tool,
+                    dict(call.arguments),
+                    trajectory_id=f"{pending.task.id}/{number}",
+                    timeout_s=limits.tool_timeout_s,
+                )
+                status, result = called.status, called.text
+            trajectory.tool_errors += status != "ok"
+            shown = whole_characters(result[: _CHARACTERS_PER_TOKEN * limits.max_tool_tokens])
             self._append(trajectory, text, calls.result_text(shown))
         return trajectory.response(Finish.LENGTH, began)
 
@@ -224,7 +241,13 @@ class ServerAgent:
             trajectory.turns += [{"role": "assistant", "content": text}, {"role": "user", "content": result.strip()}]
 
     async def _complete(
-        self, client: openai.AsyncOpenAI, messages: Sequence[Message], max_tokens: int, *, seed: int
+        self,
+        client: openai.AsyncOpenAI,
+        messages: Sequence[Message],
+        max_tokens: int,
+        *,
+        seed: int,
+        stop: Sequence[str] = calls.STOP_STRINGS,
     ) -> chat_client.Completion:
         """Send one request, without parameters at their default, because not every server supports them."""
         sampling = self.config.evaluation
@@ -242,7 +265,7 @@ class ServerAgent:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=max_tokens,
-            stop=list(calls.STOP_STRINGS) if self.sandbox_url is not None else openai.omit,
+            stop=list(stop) if self.sandbox_url is not None else openai.omit,
             seed=seed,
             extra_body=extra or None,
         )
@@ -322,7 +345,7 @@ def served_model(url: str, config: JobConfig, log: Log = lambda _text: None) -> 
     return found[0]
 
 
-def split_call(text: str, stopped: bool) -> tuple[str, str | None]:
+def split_call(text: str, stopped: bool, tools: Sequence[TagTool]) -> tuple[str, str | None]:
     """Return the text up to the end of its tool call, and the closing tag; the whole text and None without a call.
 
     Servers cut the stop string off. It is restored if the model stopped inside an open call and outside its thoughts.
@@ -330,10 +353,11 @@ def split_call(text: str, stopped: bool) -> tuple[str, str | None]:
     Args:
         text: text of the reply.
         stopped: whether the model stopped by itself or at a stop string.
+        tools: the tools that the model may call.
     """
-    if (stop := calls.find_stop(text)) is not None:
+    if (stop := calls.find_stop(text, [tool.stop for tool in tools])) is not None:
         return text[: text.find(stop) + len(stop)], stop
-    opening = calls.OPENING.search(text, text.rfind("</think>") + 1)
+    opening = calls.opening_tag(tools).search(text, text.rfind("</think>") + 1)
     if not stopped or opening is None:
         return text, None
     stop = f"</{opening[1]}>"

@@ -1,26 +1,31 @@
 r"""Tool calls and results in the text between model and tools, as pure functions.
 
-The model writes <think>..</think>, then either <search>query</search> or <python>code</python> and stops there, or
-<answer>..</answer> and its end-of-sequence token. A tool's answer is inserted as " <result>\n{text}\n</result>" in the
-same turn (ARPO, arXiv 2507.19849, section 2).
+The model writes <think>..</think>, then calls a tool (<search>query</search>, <python>code</python>) and stops there,
+or <answer>..</answer> and its end-of-sequence token. A tool's answer is inserted as " <result>\n{text}\n</result>" in
+the same turn (ARPO, arXiv 2507.19849, section 2). A tool that takes more than one text is called with a JSON object:
+<add>{"a": 1, "b": 2}</add>.
 """
 
+import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Any
 
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, PYTHON, TagTool
 from arpo_megatron.utils.text import whole_characters
 
-STOP_STRINGS = ("</search>", "</python>")
-"""A generation ends after the first of these."""
+STOP_STRINGS = tuple(tool.stop for tool in DEFAULT_TOOLS)
+"""A generation of a job with the default tools ends after the first of these."""
 ANSWER_STOP = "</answer>"
 """Ends a generation, too, if `rollout.stop_at_answer` is set."""
 
-PYTHON = "python"
-_ARGUMENT_OF_TOOL: Mapping[str, str] = MappingProxyType({"search": "query", "python": "code"})
-OPENING = re.compile(r"<(search|python)>")
+INVALID_JSON = "invalid_json"
+"""Status of a call whose text is not a JSON object, although its tool needs one."""
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
+_DEEPEST = 32
+"""Levels of nested JSON that a call may have; the formats that store it have limits of their own."""
 _LONGEST_TOKENS = 16
 """Characters per token of a tool's answer that are tokenized at most: 10 MB of text would delay all other trees."""
 
@@ -33,7 +38,23 @@ class ToolCall:
     """A usable call: the tool's name and its arguments as the tool service takes them."""
 
     tool: str
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidJson:
+    """A call whose text should be a JSON object and is not. It is answered with an error; no tool runs."""
+
+    tool: str
+    reason: str
+
+    @property
+    def result(self) -> str:
+        """The text of its result."""
+        return (
+            f"Error: the text of <{self.tool}> is not a JSON object with its arguments ({self.reason}). "
+            f'Write <{self.tool}>{{"argument": value}}</{self.tool}>.'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +64,7 @@ class Malformed:
     reason: str
 
 
-def parse_call(text: str, stop: str) -> ToolCall | Malformed:
+def parse_call(text: str, stop: str, tools: Sequence[TagTool] = DEFAULT_TOOLS) -> ToolCall | InvalidJson | Malformed:
     """Read the call that ended a MODEL segment.
 
     Text before the last </think> that is followed by the call's opening tag is thought, and tags in it are prose. After
@@ -52,22 +73,67 @@ def parse_call(text: str, stop: str) -> ToolCall | Malformed:
 
     Args:
         text: the segment's whole text; text after the first `stop` belongs to the stop's last token and is ignored.
-        stop: the member of `STOP_STRINGS` that ended the generation.
+        stop: the closing tag of the tool that ended the generation.
+        tools: the tools that the policy may call.
     """
-    tool = stop.removeprefix("</").removesuffix(">")
+    tool = next(tool for tool in tools if tool.stop == stop)
+    name = tool.name
     body = text[: text.find(stop)] if stop in text else text
-    body = body[_thought_length(body, f"<{tool}>") :]
-    opening = OPENING.search(body)
+    body = body[_thought_length(body, f"<{name}>") :]
+    opening = opening_tag(tools).search(body)
     if opening is None:
-        return Malformed(f"{stop} without <{tool}>")
-    if opening[1] != tool:
+        return Malformed(f"{stop} without <{name}>")
+    if opening[1] != name:
         return Malformed(f"<{opening[1]}> closed by {stop}")
     content = body[opening.end() :]
-    if f"<{tool}>" in content:
-        return Malformed(f"<{tool}> inside <{tool}>")
+    if f"<{name}>" in content:
+        return Malformed(f"<{name}> inside <{name}>")
+    if tool.text_argument is None:
+        return _json_call(name, content)
     if not content.strip():
-        return Malformed(f"empty <{tool}>")
-    return ToolCall(tool, {_ARGUMENT_OF_TOOL[tool]: content if tool == "python" else content.strip()})
+        return Malformed(f"empty <{name}>")
+    return ToolCall(name, {tool.text_argument: content if name == PYTHON else content.strip()})
+
+
+def opening_tag(tools: Sequence[TagTool]) -> re.Pattern[str]:
+    """Return the pattern of the tools' opening tags; group 1 is the name."""
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    return re.compile(rf"<({names})>" if names else r"(?!)")
+
+
+def _json_call(tool: str, content: str) -> ToolCall | InvalidJson:
+    """Read the arguments of a call; a blank text has none."""
+    try:
+        arguments = json.loads(content) if content.strip() else {}
+        if not isinstance(arguments, dict):
+            raise ValueError(f"it is a {type(arguments).__name__}")
+        _check_portable(arguments)
+    except UnicodeEncodeError:
+        return InvalidJson(tool, "half a character")
+    except RecursionError:
+        return InvalidJson(tool, "nested too deeply")
+    except ValueError as error:
+        return InvalidJson(tool, str(error)[:200])
+    return ToolCall(tool, arguments)
+
+
+def _check_portable(value: object, depth: int = 0) -> None:
+    """Raise ValueError for a value that the tool service or the tree's record cannot take."""
+    if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} levels")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer with more than 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number that is not finite")
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            key.encode()
+            _check_portable(each, depth + 1)
+    elif isinstance(value, list):
+        for each in value:
+            _check_portable(each, depth + 1)
 
 
 def _thought_length(body: str, tag: str) -> int:

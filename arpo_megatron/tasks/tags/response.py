@@ -5,10 +5,12 @@ r"""The tag format of a finished trajectory, and its answer.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TAG = re.compile(r"<(/?)(think|search|python|result|answer)>")
-_TOOLS = ("search", "python")
+from arpo_megatron.config.validation import PROTOCOL_TAGS
+from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
+
 _RESULT = re.compile(r"\s*<result>")
 
 
@@ -24,14 +26,14 @@ class Parsed:
     """Names of the tools that were called and answered."""
 
 
-def parse_response(text: str) -> Parsed:
+def parse_response(text: str, tools: Sequence[str] = DEFAULT_NAMES) -> Parsed:
     r"""Check the rules of the ARPO protocol on a whole response.
 
-    The response needs at least one paired <think>, exactly one <answer>, a <result> after every <search> and <python>,
-    and a \boxed{} in the answer. A <result> must follow a call, and text in a result or a call is not read as tags: a
-    web page or a program may contain any text. A thought may name a tool's tag without calling it.
+    The response needs at least one paired <think>, exactly one <answer>, a <result> after every call of one of the
+    `tools` (names), and a \boxed{} in the answer. A <result> must follow a call, and text in a result or a call is not
+    read as tags: a web page or a program may contain any text. A thought may name a tool's tag without calling it.
     """
-    scan = _Scan(text)
+    scan = _Scan(text, tools)
     reason = scan.run()
     if reason:
         return Parsed(reason, None, frozenset(scan.tools))
@@ -60,7 +62,9 @@ def last_boxed(text: str) -> str | None:
 class _Scan:
     """A scan over the tags from left to right."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, tools: Sequence[str]) -> None:
+        self._names = frozenset(tools)
+        self._tag = re.compile(rf"<(/?)({'|'.join(map(re.escape, (*PROTOCOL_TAGS, *tools)))})>")
         self.thoughts = 0
         self.answers: list[str] = []
         self.tools: set[str] = set()
@@ -70,7 +74,7 @@ class _Scan:
     def run(self) -> str:
         """Return the broken rule, or an empty string."""
         thinking = False
-        while match := _TAG.search(self._text, self._position):
+        while match := self._tag.search(self._text, self._position):
             self._position = match.end()
             closing, name = match[1] == "/", match[2]
             if name == "think":
@@ -82,7 +86,7 @@ class _Scan:
                 return f"</{name}> without <{name}>"
             elif name == "result":
                 return "<result> without a call"
-            elif thinking and name in _TOOLS and not self._closed_before(f"</{name}>", "</think>"):
+            elif thinking and name in self._names and not self._closed_before(f"</{name}>", "</think>"):
                 continue
             elif problem := self._block(name):
                 return problem

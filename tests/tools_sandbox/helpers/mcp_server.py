@@ -16,6 +16,12 @@ def add(a: int, b: int) -> str:
 
 
 @server.tool()
+def reverse(text: str) -> str:
+    """Reverse a text."""
+    return text[::-1]
+
+
+@server.tool()
 def fail() -> str:
     """Raise."""
     raise ToolError("as asked")

@@ -1,0 +1,169 @@
+"""The tool service's config of a run: the user's file (`sandbox.file`) merged with what the job sets itself."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arpo_megatron.config import SandboxConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.utils.atomic import atomic_write
+from tools_sandbox.config import ConfigError, load_config
+
+Values = dict[str, Any]
+
+_OWN_KEYS = (
+    ("limits", "time_s", "python_timeout_s"),
+    ("limits", "memory_mb", "python_memory_mb"),
+    ("python", "preload", "preload"),
+    ("python", "isolation", "isolation"),
+    ("search", "max_results", "search_results"),
+)
+"""Section and key of the service that a key of section `sandbox` sets."""
+_PATHS = (("search", "index_path"), ("python", "session_dir"), ("cache", "sqlite_path"))
+_SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_WITH_KEY_VARIABLE = ("search.web", "browse.summary")
+_RELATIVE = ("./", "../")
+
+
+def write_tool_config(sandbox: SandboxConfig, run: RunDirectory, sources: Sequence[Mapping[str, str]]) -> list[str]:
+    """Write the service's config and a copy of the user's file, unless both exist and the user's file is the same.
+
+    Args:
+        sandbox: the section of the job's config.
+        run: the run directory.
+        sources: the job's files to search; relative paths are relative to the run directory.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        UserError: the user's file cannot be used.
+    """
+    text = None if sandbox.file is None else _read_text(sandbox.file)
+    changed = False
+    if run.sandbox_config.exists():
+        copy = run.sandbox_user_file
+        if text is None or (copy.exists() and copy.read_text(encoding="utf-8") == text):
+            return []
+        changed = True
+    user = {} if sandbox.file is None else read_tool_file(sandbox.file, sandbox)
+    if text is not None:
+        with atomic_write(run.sandbox_user_file) as partial:
+            partial.write_text(text, encoding="utf-8")
+    with atomic_write(run.sandbox_config) as partial:
+        partial.write_text(yaml.safe_dump(_merged(user, sandbox, sources)), encoding="utf-8")
+    return [f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"] if changed else []
+
+
+def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
+    """Return the values of a user's file, with absolute paths.
+
+    Raises:
+        UserError: the service refuses the file, it contains a secret, or it contradicts section `sandbox`.
+    """
+    try:
+        values = yaml.safe_load(_read_text(path))
+    except yaml.YAMLError:
+        values = None  # `load_config` raises the message
+    for where, name in _secrets(values):
+        raise UserError(f"sandbox.file={path}: {where} is a secret, which no file may hold. {_fix(where, name)}")
+    try:
+        load_config(path)
+    except ConfigError as error:
+        raise UserError(f"sandbox.file={error}") from None
+    _check_agreement(values or {}, path, sandbox)
+    return _with_absolute_paths(values or {}, path.resolve().parent)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"sandbox.file={path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"sandbox.file={path}: not UTF-8 text") from None
+
+
+def _secrets(value: object, where: str = "", name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield position and name of each value that is a secret in plain text."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _secrets(each, f"{where}.{key}" if where else str(key), str(key))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _secrets(each, f"{where}.{number}")
+    elif value not in (None, ""):
+        if name == "key_variable":
+            if not _VARIABLE.fullmatch(str(value)):
+                yield where, name
+        elif _SECRET.search(name):
+            yield where, name
+
+
+def _fix(where: str, name: str) -> str:
+    """Return how to pass the secret instead."""
+    section = where.rpartition(".")[0]
+    if section in _WITH_KEY_VARIABLE:
+        variable = f"{section.rpartition('.')[2].upper()}_API_KEY"
+        return f"Put it into the environment as {variable}, and write {section}.key_variable: {variable}"
+    if where.startswith("mcp."):
+        return "Let the server read it from a file of its own"
+    return f"Let the tool read the environment variable {name.upper()}"
+
+
+def _check_agreement(user: Values, path: Path, sandbox: SandboxConfig) -> None:
+    """Raise UserError for a key that the file and section `sandbox` set differently."""
+    for section, name, key in _OWN_KEYS:
+        own = _plain(getattr(sandbox, key))
+        theirs = user.get(section, {}).get(name, own)
+        if theirs != own:
+            raise UserError(
+                f"sandbox.file={path} sets {section}.{name} to {theirs}, but sandbox.{key} is {own}: remove it from "
+                f"the file, and set sandbox.{key}"
+            )
+    if not sandbox.sessions and user.get("python", {}).get("session_dir") is not None:
+        raise UserError(
+            f"sandbox.file={path} sets python.session_dir, but sandbox.sessions is false: set sandbox.sessions=true"
+        )
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _with_absolute_paths(values: Values, folder: Path) -> Values:
+    """Return the values with paths relative to `folder` made absolute."""
+    values = deepcopy(values)
+    for section, name in _PATHS:
+        if values.get(section, {}).get(name) is not None:
+            values[section][name] = str(folder / values[section][name])
+    for source in values.get("search", {}).get("sources", ()):
+        source["path"] = str(folder / source["path"])
+
+    def absolute(word: str) -> str:
+        return str((folder / word).resolve()) if word.startswith(_RELATIVE) else word
+
+    for server in values.get("mcp", {}).values():
+        server["command"] = absolute(server["command"])
+        server["args"] = [absolute(word) for word in server.get("args", ())]
+    return values
+
+
+def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str, str]]) -> Values:
+    """Return the service's config: the user's values, and those of the job."""
+    values = deepcopy(user)
+    for section, name, key in _OWN_KEYS:
+        values.setdefault(section, {})[name] = _plain(getattr(sandbox, key))
+    # Relative to the config, so in the run directory. A restarted service finds index and states there.
+    values["python"].setdefault("session_dir", "sandbox_states" if sandbox.sessions else None)
+    search = values["search"]
+    search.setdefault("index_path", "search/index")
+    own = list(search.get("sources", ()))
+    search["sources"] = [*own, *(dict(source) for source in sources if dict(source) not in own)]
+    return values

@@ -1,0 +1,67 @@
+"""A check before any engine starts: the tool service accepts the job's config and offers the tools that it names."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES, select_tools
+from arpo_megatron.utils.processes import stop_groups
+from tools_sandbox.client import AsyncSandboxClient
+from tools_sandbox.config import TOKEN_VARIABLE
+
+_OWN_PREFIX = "tools_sandbox: "
+"""Begins the line with which the service says why it cannot start."""
+
+
+def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
+    """Start the service of a job that has tools of its own, ask for its tools, and end it.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        UserError: the service does not start, or lacks a tool that the job names.
+    """
+    named = config.rollout.tools
+    if named is None and config.sandbox.file is None:
+        return []
+    run.logs.mkdir(parents=True, exist_ok=True)
+    offered = _offered(config, run, run.logs / "sandbox_check.log")
+    if named is not None:
+        select_tools(named, offered)
+        return []
+    unused = sorted(set(offered) - set(DEFAULT_NAMES))
+    return [f"rollout.tools is not set, so the policy cannot call {', '.join(unused)}"] if unused else []
+
+
+def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[str, object]]:
+    """Return the argument schemas of the service's tools by name."""
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    command = [sys.executable, "-m", "tools_sandbox", "--config", str(run.sandbox_config)]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as service,
+    ):
+        try:
+            assert service.stdout is not None
+            ready = service.stdout.readline().split()
+            if len(ready) == 2:
+                return asyncio.run(_listed(ready[1]))
+        finally:
+            stop_groups([service])
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    reasons = [line.removeprefix(_OWN_PREFIX) for line in lines if line.startswith(_OWN_PREFIX)]
+    source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
+    raise UserError(f"the tool service does not start with {source}: {reasons[-1] if reasons else f'see {log}'}")
+
+
+async def _listed(url: str) -> dict[str, dict[str, object]]:
+    async with AsyncSandboxClient(url) as client:
+        return await client.tools()

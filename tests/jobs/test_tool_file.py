@@ -1,0 +1,93 @@
+"""The user's file of the tool service is merged with the job's needs, refused with its reason, and kept on a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arpo_megatron.config import SandboxConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
+from tools_sandbox.config import McpServerConfig, PluginConfig, load_config
+
+CORPUS = [{"path": "corpus.jsonl", "format": "jsonl"}]
+
+
+def write(path: Path, **values: Any) -> SandboxConfig:
+    path.write_text(yaml.safe_dump(values))
+    return SandboxConfig(file=path)
+
+
+def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    (own := tmp_path / "own").mkdir()
+    run.path.mkdir()
+    sandbox = write(
+        own / "tools.yaml",
+        limits={"cpu_s": 7, "time_s": 10},
+        search={"sources": [{"path": "pages.jsonl", "format": "jsonl"}], "snippet_chars": 5},
+        plugins=[{"name": "count_words", "options": {"shortest": 2}}],
+        mcp={"files": {"command": "./serve", "args": ["-v", "../data", "x/y"]}},
+        cache={"sqlite_path": "answers.sqlite"},
+    )
+    assert write_tool_config(sandbox, run, CORPUS) == []
+    config = load_config(run.sandbox_config)
+    assert (config.limits.cpu_s, config.limits.time_s, config.limits.memory_mb) == (7, 10.0, 512)
+    assert [source.path for source in config.search.sources] == [own / "pages.jsonl", run.path / "corpus.jsonl"]
+    assert (config.search.snippet_chars, config.search.max_results) == (5, 3)
+    assert config.search.index_path == run.path / "search" / "index"
+    assert config.plugins == (PluginConfig("count_words", {"shortest": 2}),)
+    assert config.mcp == {"files": McpServerConfig(str(own / "serve"), ("-v", str(tmp_path / "data"), "x/y"))}
+    assert config.cache.sqlite_path == own / "answers.sqlite"
+    assert config.python.session_dir is None
+    assert run.sandbox_user_file.read_text() == (own / "tools.yaml").read_text()
+
+
+def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    sandbox = write(tmp_path / "tools.yaml", workers=1)
+    write_tool_config(sandbox, run, CORPUS)
+    run.sandbox_config.write_text("workers: 7  # edited")
+    assert write_tool_config(sandbox, run, CORPUS) == []
+    assert load_config(run.sandbox_config).workers == 7
+    write(tmp_path / "tools.yaml", workers=2)
+    (note,) = write_tool_config(sandbox, run, CORPUS)
+    assert "tools.yaml has changed" in note
+    assert load_config(run.sandbox_config).workers == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"limits": {"time_s": 60}}, ["limits.time_s to 60", "sandbox.python_timeout_s is 10.0"]),
+        ({"python": {"preload": ["numpy"]}}, ["python.preload", "sandbox.preload is []"]),
+        ({"python": {"session_dir": "states"}}, ["python.session_dir", "sandbox.sessions=true"]),
+        ({"pluggins": []}, ["unknown key 'pluggins'", "'plugins'"]),
+        ({"search": {"web": {"provider": "serper", "key": "s3cret"}}}, ["search.web.key", "WEB_API_KEY"]),
+        ({"search": {"web": {"provider": "serper", "key_variable": "s3cret"}}}, ["search.web.key_variable"]),
+        ({"browse": {"summary": {"api_key": "s3cret"}}}, ["browse.summary.key_variable: SUMMARY_API_KEY"]),
+        ({"plugins": [{"name": "x", "options": {"token": "s3cret"}}]}, ["plugins.0.options.token", "variable TOKEN"]),
+        ({"mcp": {"a": {"command": "x", "env": {"GITHUB_TOKEN": "s3cret"}}}}, ["mcp.a.env.GITHUB_TOKEN"]),
+    ],
+)
+def test_unusable_file_is_refused_in_one_line(tmp_path: Path, values: dict[str, Any], parts: list[str]) -> None:
+    sandbox = write(tmp_path / "tools.yaml", **values)
+    with pytest.raises(UserError) as caught:
+        read_tool_file(tmp_path / "tools.yaml", sandbox)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for part in ["sandbox.file=", "tools.yaml", *parts]:
+        assert part in message
+    assert "s3cret" not in message
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"a: [", b"- a"], ids=["missing", "bytes", "syntax", "list"])
+def test_unreadable_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "tools.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"^sandbox\.file=.*tools\.yaml: ") as caught:
+        read_tool_file(path, SandboxConfig(file=path))
+    assert len(str(caught.value).splitlines()) == 1

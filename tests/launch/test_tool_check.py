@@ -1,0 +1,41 @@
+"""A job whose tools are not on offer ends before any engine starts, in one line."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.tool_file import write_tool_config
+from arpo_megatron.launch.tool_check import check_tools
+from tests.tools_sandbox.test_added_tools import SERVER
+
+
+def check(folder: Path, tools: list[str] | None, **values: Any) -> list[str]:
+    (folder / "tools.yaml").write_text(yaml.safe_dump(values))
+    run = RunDirectory(folder)
+    config = resolve.resolve("quickstart", overrides=[] if tools is None else [f"rollout.tools=[{', '.join(tools)}]"])
+    config = replace(config, sandbox=replace(config.sandbox, file=folder / "tools.yaml"))
+    write_tool_config(config.sandbox, run, [])
+    return check_tools(config, run)
+
+
+def test_tools_of_the_service_are_accepted_and_others_refused(tmp_path: Path) -> None:
+    mcp = {"arithmetic": {**SERVER, "tools": ["add", "reverse"]}}
+    assert check(tmp_path, ["python", "reverse"], mcp=mcp) == []
+    with pytest.raises(UserError, match=r"does not offer 'ad'; it offers add, python, reverse$"):
+        check(tmp_path, ["ad"], mcp=mcp)
+    (note,) = check(tmp_path, None, mcp=mcp)
+    assert note.endswith("the policy cannot call add, reverse")
+
+
+def test_service_that_does_not_start_names_the_file(tmp_path: Path) -> None:
+    mcp = {"gone": {"command": sys.executable, "args": ["-c", "exit(3)"]}}
+    with pytest.raises(UserError, match=r"sandbox\.file=.*tools\.yaml: .*mcp\.gone: .* does not start") as caught:
+        check(tmp_path, None, mcp=mcp)
+    assert len(str(caught.value).splitlines()) == 1
