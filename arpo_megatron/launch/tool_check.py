@@ -4,18 +4,19 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES, select_tools
-from arpo_megatron.utils.processes import stop_groups
+from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from tools_sandbox.client import AsyncSandboxClient
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _OWN_PREFIX = "tools_sandbox: "
-"""Begins the line with which the service says why it cannot start."""
+"""Start of the line in which the service names the reason why it cannot start."""
 
 
 def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
@@ -46,7 +47,13 @@ def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            preexec_fn=partial(bind_to_parent, os.getpid()),  # noqa: PLW1509
         ) as service,
     ):
         try:
