@@ -38,11 +38,11 @@ EVALUATION = EvalConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalt
 """Sampling of the paper's evaluation; `arpo eval` uses it for its benchmarks, too."""
 
 
-def _cluster(name: str) -> JobConfig:
+def _cluster(name: str, hub_id: str) -> JobConfig:
     """Return what all jobs on GPUs share, with the values of the released code if it has them."""
     return JobConfig(
         name=name,
-        model=ModelConfig(hub_id="to be named"),
+        model=ModelConfig(hub_id=hub_id),
         parallel=ParallelConfig(distributed_optimizer=True),
         algorithm=AlgorithmConfig(minibatches=8),
         engine=EngineConfig(max_running_requests=256, startup_timeout_s=1800.0),
@@ -52,9 +52,9 @@ def _cluster(name: str) -> JobConfig:
     )
 
 
-def reasoning() -> JobConfig:
+def reasoning(name: str = "reasoning", hub_id: str = "to be named") -> JobConfig:
     """Mathematics and knowledge with python and search: 10,000 questions, 2 epochs, 128 x 16 trajectories per step."""
-    job = _cluster("reasoning")
+    job = _cluster(name, hub_id)
     return replace(
         job,
         model=replace(job.model, max_length=1536 + 4096),
@@ -65,9 +65,9 @@ def reasoning() -> JobConfig:
     )
 
 
-def deep_search() -> JobConfig:
+def deep_search(name: str = "deep_search", hub_id: str = "to be named") -> JobConfig:
     """Web research: 1,000 questions, 5 epochs, 128 x 16 trajectories per step, six tool calls each."""
-    job = _cluster("deep_search")
+    job = _cluster(name, hub_id)
     return replace(
         job,
         model=replace(job.model, max_length=2000 + 10000),
@@ -79,9 +79,9 @@ def deep_search() -> JobConfig:
     )
 
 
-def deep_search_large() -> JobConfig:
+def deep_search_large(name: str = "deep_search", hub_id: str = "to be named") -> JobConfig:
     """Deep search as the 14B model was trained: 64 x 12 trajectories per step, shorter responses."""
-    job = deep_search()
+    job = deep_search(name, hub_id)
     return replace(
         job,
         model=replace(job.model, max_length=2000 + 6192),
@@ -91,9 +91,9 @@ def deep_search_large() -> JobConfig:
     )
 
 
-def sft() -> JobConfig:
+def sft(name: str = "sft", hub_id: str = "to be named") -> JobConfig:
     """Supervised training on conversations: 3 epochs of 54,000 in batches of 64, cosine from 7e-6, 15,000 tokens."""
-    job = _cluster("sft")
+    job = _cluster(name, hub_id)
     return replace(
         job,
         model=replace(job.model, max_length=15000),

@@ -5,8 +5,6 @@
 Model: Qwen/Qwen3-32B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 """
 
-from dataclasses import replace
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
@@ -19,17 +17,9 @@ LAYOUTS = {
     "16nodes": RecipeLayout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
     "h200": RecipeLayout(tensor=8, data=2, engine=4, memory_fraction=0.45),
 }
-VARIANTS: dict[str, Variant] = {
-    **variants(LAYOUTS),
-    "split": asynchronous(LAYOUTS["2nodes"]),
-    **ARMS,
-    "fp8": FP8,
-}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:
     """Train on 64 questions with 12 trajectories each per step, on four nodes."""
-    job = base()
-    return LAYOUTS["4nodes"].apply(
-        replace(job, name="deepsearch_32b", model=replace(job.model, hub_id="Qwen/Qwen3-32B"))
-    )
+    return LAYOUTS["4nodes"].apply(base("deepsearch_32b", "Qwen/Qwen3-32B"))

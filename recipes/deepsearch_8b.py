@@ -5,8 +5,6 @@
 Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 """
 
-from dataclasses import replace
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search as base
@@ -19,15 +17,9 @@ LAYOUTS = {
     "16nodes": RecipeLayout(tensor=8, data=16, engine=8, memory_fraction=0.5),
     "h200": RecipeLayout(tensor=2, data=4, engine=2, memory_fraction=0.55),
 }
-VARIANTS: dict[str, Variant] = {
-    **variants(LAYOUTS),
-    "split": asynchronous(LAYOUTS["2nodes"]),
-    **ARMS,
-    "fp8": FP8,
-}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:
     """Train on 128 questions with 16 trajectories each per step, on one node."""
-    job = base()
-    return LAYOUTS["1node"].apply(replace(job, name="deepsearch_8b", model=replace(job.model, hub_id="Qwen/Qwen3-8B")))
+    return LAYOUTS["1node"].apply(base("deepsearch_8b", "Qwen/Qwen3-8B"))

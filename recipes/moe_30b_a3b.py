@@ -20,22 +20,10 @@ LAYOUTS = {
     "16nodes": RecipeLayout(tensor=4, data=8, pipeline=4, expert=8, engine=4, memory_fraction=0.5),
     "h200": RecipeLayout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
 }
-VARIANTS: dict[str, Variant] = {
-    **variants(LAYOUTS),
-    "split": asynchronous(LAYOUTS["2nodes"]),
-    **ARMS,
-    "fp8": FP8,
-}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:
     """Train on 64 questions with 12 trajectories each per step, on four nodes."""
-    job = base()
-    return LAYOUTS["4nodes"].apply(
-        replace(
-            job,
-            name="moe_30b_a3b",
-            model=replace(job.model, hub_id="Qwen/Qwen3-30B-A3B"),
-            algorithm=replace(job.algorithm, router_replay="rollout"),
-        )
-    )
+    job = base("moe_30b_a3b", "Qwen/Qwen3-30B-A3B")
+    return LAYOUTS["4nodes"].apply(replace(job, algorithm=replace(job.algorithm, router_replay="rollout")))

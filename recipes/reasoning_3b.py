@@ -5,8 +5,6 @@
 Model: Qwen/Qwen2.5-3B-Instruct, after a cold start like sft_7b. Data: dongguanting/ARPO-RL-Reasoning-10K.
 """
 
-from dataclasses import replace
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
@@ -24,7 +22,4 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_en
 
 def recipe() -> JobConfig:
     """Train with the 7B hyper-parameters, as in table 1 of the paper."""
-    job = base()
-    return LAYOUTS["1node"].apply(
-        replace(job, name="reasoning_3b", model=replace(job.model, hub_id="Qwen/Qwen2.5-3B-Instruct"))
-    )
+    return LAYOUTS["1node"].apply(base("reasoning_3b", "Qwen/Qwen2.5-3B-Instruct"))

@@ -5,8 +5,6 @@
 Model: Qwen/Qwen2.5-7B-Instruct. Data: rows with `messages`, such as dongguanting/ARPO-SFT-54K.
 """
 
-from dataclasses import replace
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import sft as base
 from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
@@ -23,7 +21,4 @@ VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 
 def recipe() -> JobConfig:
     """Train three epochs on one node."""
-    job = base()
-    return LAYOUTS["1node"].apply(
-        replace(job, name="sft_7b", model=replace(job.model, hub_id="Qwen/Qwen2.5-7B-Instruct"))
-    )
+    return LAYOUTS["1node"].apply(base("sft_7b", "Qwen/Qwen2.5-7B-Instruct"))

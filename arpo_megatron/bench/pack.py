@@ -22,7 +22,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.packing.balance import PAIR_SLOWNESS, CostModel
 from arpo_megatron.packing.flops import forward_flops
 from arpo_megatron.packing.layout import TreePack
@@ -30,8 +30,8 @@ from arpo_megatron.packing.packs import pack_trees, rank_costs, report_packs
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import RolloutTree
 
-SHAPE = ModelSpec(
-    family="qwen3",
+SHAPE = replace(
+    KNOWN_MODELS["Qwen/Qwen3-8B"],
     layers=2,
     hidden=768,
     heads=6,
@@ -39,11 +39,6 @@ SHAPE = ModelSpec(
     head_dim=64,
     ffn=2304,
     vocabulary=2048,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
     max_positions=16384,
 )
 TOKEN_BUDGET = 8192

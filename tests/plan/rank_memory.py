@@ -35,21 +35,8 @@ from arpo_megatron.plan.memory import static_parts
 from arpo_megatron.plan.parameters import stage_parameters
 from arpo_megatron.plan.synthetic_trees import Mix
 
-QWEN3 = ModelSpec(
-    family="qwen3",
-    layers=4,
-    hidden=128,
-    heads=8,
-    kv_heads=4,
-    head_dim=16,
-    ffn=384,
-    vocabulary=512,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    max_positions=4096,
+QWEN3 = replace(
+    KNOWN_MODELS["Qwen/Qwen3-8B"], layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=384, vocabulary=512
 )
 QWEN2 = replace(QWEN3, family="qwen2", tied=True, qkv_bias=True, qk_norm=False)
 MIXTURE = replace(QWEN3, family="qwen3_moe", ffn=96, experts=MoESpec(8, 2, True, 0.001))

@@ -13,6 +13,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.bench import memory
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
@@ -22,21 +23,8 @@ from arpo_megatron.weights.load import load_hf
 DTYPE = torch.bfloat16
 SHARD_BYTES = 400_000_000
 """Size of the files, so that there are several as in real checkpoints."""
-MODEL = ModelSpec(
-    family="llama",
-    layers=2,
-    hidden=2048,
-    heads=32,
-    kv_heads=8,
-    head_dim=64,
-    ffn=8192,
-    vocabulary=128256,
-    rope_theta=5e5,
-    norm_eps=1e-5,
-    tied=True,
-    qkv_bias=False,
-    qk_norm=False,
-    max_positions=4096,
+MODEL = replace(
+    KNOWN_MODELS["meta-llama/Llama-3.1-8B-Instruct"], layers=2, hidden=2048, head_dim=64, ffn=8192, tied=True
 )
 """The widths of Llama 3.2 1B, a hard case: its tied embedding is by far the largest tensor."""
 WARM_UP = replace(MODEL, vocabulary=1024, hidden=64, ffn=64)
