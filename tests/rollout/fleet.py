@@ -49,11 +49,11 @@ class Fleet:
 
     def pid(self, name: str) -> int | None:
         """Return the process id of a service; None if it is down."""
-        return {role["name"]: role["pid"] for role in read_health(self.run)["processes"] if role["up"]}.get(name)
+        return {role.name: role.pid for role in read_health(self.run) if role.up}.get(name)
 
     def restarts(self) -> int:
         """Return the number of restarts of all services."""
-        return sum(process["restarts"] for process in read_health(self.run)["processes"])
+        return sum(process.restarts for process in read_health(self.run))
 
     @contextmanager
     def rollouts(self, *, routed: bool, seed: int) -> Iterator[tuple[RolloutHandle, list[CutProxy], ToolProxy]]:

@@ -232,9 +232,7 @@ def campaign(fleet: Fleet, expected: RolloutReport, faults: Mapping[str, int], *
     assert found.stats.counts.retries > 0
     killed = sum(count for name, count in faults.items() if name.startswith(("kill", "stop")))
     deadline = time.monotonic() + 300
-    while not all(role["up"] for role in read_health(fleet.run)["processes"]) or (
-        fleet.restarts() - restarts_before < killed
-    ):
+    while not all(role.up for role in read_health(fleet.run)) or fleet.restarts() - restarts_before < killed:
         assert time.monotonic() < deadline, read_health(fleet.run)
         time.sleep(0.1)
     fleet.supervisor.check()
