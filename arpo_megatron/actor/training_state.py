@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from arpo_megatron.actor import optimizer_state, parallel
+from arpo_megatron.actor.restricted_load import RestrictedLoad, check_module_states, load_common
 
 _COMMON_FILE = "common.pt"
 _METADATA_FILES = (".metadata", "metadata.json", _COMMON_FILE)
@@ -101,12 +102,15 @@ def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, sche
 
     Random generators are restored only in the layout that they were saved in. Hyper-parameters stay those of
     `optimizer` and `scheduler`: a resumed run follows its config.
+
+    Raises:
+        UserError: the checkpoint holds objects that could run code.
     """
-    common = dist_checkpointing.load_common_state_dict(str(directory))
-    same_layout = common["layout"] == _layout()
+    same_layout = load_common(directory / _COMMON_FILE)["layout"] == _layout()
     template, own = _template(chunks, optimizer, scheduler, with_rng=same_layout)
-    state = dist_checkpointing.load(template, str(directory))
+    state = dist_checkpointing.load(template, str(directory), RestrictedLoad())
     for index, chunk in enumerate(chunks):
+        check_module_states(state[f"chunk{index}"], fp8=bool(chunk.config.fp8))
         chunk.load_state_dict(state[f"chunk{index}"])
     with torch.no_grad():
         for label, tensor in own.items():

@@ -178,7 +178,7 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
 @contextmanager
 def _locked(run: RunDirectory) -> Iterator[None]:
     """Exclude other commands that submit this run. A run directory that stays empty is removed."""
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.path.mkdir(run_directory.PRIVATE, parents=True, exist_ok=True)
     try:
         with run.submitting():
             yield

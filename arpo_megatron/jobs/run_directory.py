@@ -38,6 +38,8 @@ Phase = Literal["train", "sft"]
 """Training phases of a job: "sft" is the cold start, "train" is ARPO."""
 RUNS = Path("runs")
 """Default parent of run directories."""
+PRIVATE = 0o700
+"""Mode of new run directories: a user who can write to one can run code as its owner (docs/security.md)."""
 SUBMIT_LOCK = ".submit.lock"
 REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
 """Entries that a fresh run may find in its directory. It reuses the initial model and the cold start."""
@@ -279,7 +281,7 @@ def _chosen(config: JobConfig) -> Path:
         path = next_path(config)
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(mode=PRIVATE)
             return path
 
 
@@ -291,7 +293,7 @@ def _named(path: Path) -> Path:
     others = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
     if others:
         raise UserError(f"run_dir={path} holds other files ({others[0]}, ...): set a new directory")
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(PRIVATE, parents=True, exist_ok=True)
     return path
 
 

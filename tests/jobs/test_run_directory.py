@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def test_fresh_runs_get_new_directories_and_resume_takes_the_newest() -> None:
     assert [path.name for path in paths[:3]] == [f"quickstart-arpo-seed1{end}" for end in ("", "-2", "-3")]
     assert len(set(paths)) == 11
     assert run_directory.existing(config).path == paths[-1]
+
+
+def test_new_run_directories_are_private() -> None:
+    named = resolve.resolve("quickstart", overrides=["run_dir=mine"])
+    for config in (resolve.resolve("quickstart"), named):
+        assert stat.S_IMODE(run_directory.fresh(config).path.stat().st_mode) == 0o700
 
 
 def test_runs_of_seed_1_and_seed_11_are_distinct() -> None:

@@ -1,0 +1,130 @@
+"""Read Megatron's distributed checkpoints without running what is in them.
+
+The `.metadata` of a checkpoint is a pickle, and so is every object in it. torch and Megatron unpickle both without
+limits: a checkpoint of another person could run any code. Here the metadata can hold only the classes that a checkpoint
+needs, and objects only tensors and plain values.
+"""
+
+import io
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load_state_dict
+
+from arpo_megatron.errors import UserError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+    }
+)
+"""Module and name of all that a `.metadata` may refer to, besides number formats."""
+_MORE = "it holds more than tensors and plain values"
+
+
+class RestrictedLoad(megatron_torch.TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megatron has no types
+    """Megatron's way to load a checkpoint (`TorchDistLoadShardedStrategy.load`), with the limits of this module."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        """Fill the template. Raises UserError if the checkpoint holds anything but tensors and plain values."""
+        by_key, flat, renamed = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        tensors = [base for bases in by_key.values() for base in bases if isinstance(base, ShardedTensor)]
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+        )
+        target = megatron_torch.mcore_to_pyt_state_dict(by_key, True)
+        reader = _Reader(checkpoint_dir)
+        reader.read_metadata()  # on every rank: below an error would arrive wrapped
+        try:
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Megatron uses this function, too
+                load_state_dict(target, reader, planner=planner)
+        except CheckpointException as error:
+            refused = [failure for failure, _ in error.failures.values() if isinstance(failure, UserError)]
+            raise (refused[0] if refused else error) from None
+        loaded = {key: megatron_torch._unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
+        loaded = megatron_torch._replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        megatron_torch._restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+class _Reader(FileSystemReader):
+    """Reads `.metadata` once, with `_MetadataUnpickler`."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            path = Path(self.path, ".metadata")
+            try:
+                with path.open("rb") as file:
+                    self._metadata = _MetadataUnpickler(file).load()
+            except pickle.UnpicklingError as error:
+                raise _refusal(path, str(error)) from None
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_format = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_format or (module_name, global_name) in _CLASSES:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
+
+
+class _Planner(megatron_torch.MCoreLoadPlanner):  # type: ignore[misc]  # Megatron has no types
+    """Unpickles objects with torch's restricted unpickler."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            raise _refusal(key, _MORE) from None
+        set_element(self.original_state_dict, self.mappings[key], loaded)
+
+
+def load_common(path: Path) -> dict[str, Any]:
+    """Read the state that is not sharded. Raises UserError if it holds anything but tensors and plain values."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise _refusal(path, _MORE) from None
+    return state
+
+
+def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:
+    """Check the extra states of a chunk's modules. Transformer Engine unpickles those that are not empty.
+
+    Only a model with FP8 layers has such states. It must trust its checkpoint.
+
+    Raises:
+        UserError: a model without FP8 layers would load such a state.
+    """
+    for name, value in state.items():
+        if name.endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel() and not fp8:
+            raise _refusal(name, "only a model with FP8 layers has this state")
+
+
+def _refusal(where: Path | str, why: str) -> UserError:
+    return UserError(f"the checkpoint's {where} may run code: {why}. Use a checkpoint that arpo wrote")
