@@ -196,6 +196,13 @@ def test_call_memory_limit_covers_all_processes(attacked: tuple[SandboxClient, A
     assert_honest_calls_work(client)
 
 
+def test_pages_that_children_share_do_not_end_call(attacked: tuple[SandboxClient, Any]) -> None:
+    """Counted once for each process, the shared pages would be more than the limit."""
+    client, _ = attacked
+    code = "kept = bytearray(b'1') * (100 << 20); import os, time\nfor _ in range(20): os.fork() or time.sleep(60)\n"
+    assert client.call("python", {"code": code + "time.sleep(1.5); 'ended by itself'"}, timeout_s=20).status == "ok"
+
+
 def test_call_has_no_huge_pages_unless_kernel_counts_them(attacked: tuple[SandboxClient, Any]) -> None:
     """A huge page is held although all but one of its 512 parts are unmapped, which only control groups can see."""
     client, service = attacked

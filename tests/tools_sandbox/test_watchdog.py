@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,11 +33,11 @@ def fork(children, work):
             kept = work(); os.write(1, b'.'); time.sleep(60); os._exit(0)
 """
 
-# The upper bound counts a GiB of address space as 64 MiB of mappings, which exceeds the limit of 100 MiB.
+# Two processes that share 64 MiB, which exceeds the limit of 100 MiB until the shares are measured.
 GROWING = """
 import signal
-reserved = libc.mmap(0, 1 << 30, 0, 0x22, -1, 0)
 kept = [own(64)]
+fork(1, lambda: None)
 signal.signal(signal.SIGUSR1, lambda *_: kept.append(own(64)))
 """
 
@@ -64,7 +65,14 @@ def start() -> Iterator[Start]:
 
 
 def measured_mib(pid: int, preloaded_mib: int = 0, limit_mib: int = 1) -> float:
-    return Watchdog(pid, preloaded_mib * MIB, limit_mib * MIB).look(40).memory_bytes / MIB
+    return looked_mib(Watchdog(pid, preloaded_mib * MIB, limit_mib * MIB))
+
+
+def looked_mib(watched: Watchdog) -> float:
+    """Look until an exact measurement that this look may have begun has ended."""
+    watched.look(40)
+    wait_until(lambda: (watched._take_result(), watched._measurement is None)[1])
+    return watched.look(40).memory_bytes / MIB
 
 
 def test_pages_that_processes_share_count_once(start: Start) -> None:
@@ -104,26 +112,28 @@ def test_memory_far_below_limit_is_not_measured_exactly(start: Start, monkeypatc
 
 
 def test_exact_measurement_rests_unless_memory_grows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, process_time=lambda: 0.4)
     monkeypatch.setattr(watchdog, "time", clock)
-    looked, limit = list[Path](), 100 * MIB
-    exact = watchdog._exact_bytes
-
-    def slow(process: watchdog._Process) -> int:
-        clock.now += 0.1
-        looked.append(process.folder)
-        return exact(process)
-
-    monkeypatch.setattr(watchdog, "_exact_bytes", slow)
-    pid = start(GROWING)
-    watched = Watchdog(pid, 0, limit)
-    for _ in range(3):
-        assert watched.look(8).memory_bytes < limit
-    assert len(looked) == 1
-    clock.now += 2.0
-    watched.look(8)
-    assert len(looked) == 2
+    forks, fork = list[float](), os.fork
+    monkeypatch.setattr(os, "fork", lambda: (forks.append(clock.now), fork())[1])
+    pid = start(GROWING, 1)
+    watched = Watchdog(pid, 0, 100 * MIB)
+    for clock.now in (0.0, 3.5, 3.7):
+        assert 64 < looked_mib(watched) < 100
+    assert forks == [0.0, 3.7]
     os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: watchdog._find_memory([Path(f"/proc/{pid}")]).most_bytes > 192 * MIB)
-    assert watched.look(8).memory_bytes > limit
+    wait_until(lambda: watchdog._find_memory([Path(f"/proc/{pid}")]).most_bytes > 128 * MIB)
+    assert looked_mib(watched) > 100
+    assert forks[2] == 3.7
+
+
+def test_look_does_not_wait_for_exact_measurement(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_exact_bytes", lambda _: time.sleep(60))
+    watched = Watchdog(start("kept = own(64)"), 0, MIB)
+    for lost in range(3):
+        assert [watched.look(8).memory_bytes for _ in range(3)] == [0, 0, 0]
+        assert watched._lost == lost
+        assert watched._measurement is not None
+        os.kill(watched._measurement._pid, signal.SIGKILL)
+        wait_until(lambda: (watched._take_result(), watched._measurement is None)[1])
+    assert watched.look(8).memory_bytes > 64 * MIB  # a call that ends its measurement gains nothing

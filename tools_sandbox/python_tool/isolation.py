@@ -26,8 +26,8 @@ _UID_BASE = 0x7000_0000
 """No common numbering uses ids from here on. The user id of a call is this base plus the pid of its supervisor."""
 _MIB = 1 << 20
 _MEMORY_RESERVE_MB = 64
-_OWN_PROCESSES = 2
-"""Supervisor and init, which also count for the call's user."""
+_OWN_PROCESSES = 3
+"""Supervisor, the measurement of its watchdog, and init, which also count for the call's user."""
 _PENDING_SIGNALS = 128
 """Queued signals and timers that signal. The kernel counts them per user, so one call could exhaust them for all."""
 _OTHER_CALLS = 16

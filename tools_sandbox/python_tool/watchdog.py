@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 PERIOD_S = 0.05
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -20,8 +20,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _UTIME, _STIME, _CUTIME, _CSTIME = 11, 12, 13, 14  # fields of /proc/PID/stat after the name
 _MAPPING_BYTES = 256
 """Memory of the kernel for one mapping, which is at least one page of address space."""
+_MOST_MAPPINGS = 65_530
+"""Mappings of one process at most: Linux's default of vm.max_map_count."""
 _REST = 9
-"""An exact measurement of memory is followed by a rest of this many times its duration."""
+"""An exact measurement of memory is followed by a rest of this many times its CPU time."""
+_LOST = 3
+"""Exact measurements that end without a result, one after the other, until the upper bound counts instead."""
 _STATUS = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|VmSize):\s*(\d+) kB", re.MULTILINE)
 _ROLLUP = re.compile(rb"^(?:Pss_Anon|Pss_Shmem|SwapPss):\s*(\d+) kB", re.MULTILINE)
 
@@ -32,7 +36,7 @@ class Usage:
 
     processes: int
     memory_bytes: int
-    """Memory beyond what is preloaded: see `Watchdog`. It may be an upper bound that is within the limit."""
+    """Memory beyond what is preloaded: see `Watchdog`. Below the limit it is a rough figure."""
     cpu_s: float
     """CPU time, including processes that have ended."""
 
@@ -42,8 +46,52 @@ class _Process(NamedTuple):
     """Folder in /proc of a thread that has the memory."""
     page_tables_bytes: int
     most_bytes: int
-    """Upper bound on its memory, which is fast to read. Counts shared pages whole, and a mapping for each page of the
-    address space."""
+    """Upper bound on its memory, which is fast to read: shared pages count whole, and each page of the address space
+    counts as a mapping, up to the most that Linux allows."""
+
+
+class _Measurement:
+    """An exact measurement in a process of its own, since it waits for locks that the call holds while it forks.
+
+    It is no thread: a process whose children have another PID namespace cannot start one.
+    """
+
+    def __init__(self, processes: list[_Process], most_bytes: int) -> None:
+        """most_bytes: upper bound on the memory of the processes. Raises OSError if no process can be started."""
+        self.most_bytes = most_bytes
+        self._pipe, writing = os.pipe()
+        os.set_blocking(self._pipe, False)
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(self._pipe)
+            raise
+        else:
+            if self._pid == 0:
+                _report(processes, writing)
+        finally:
+            os.close(writing)
+
+    def result(self) -> tuple[int, float] | None:
+        """Return bytes and seconds of CPU time; None: not yet. Raises ValueError if it ended without a result."""
+        try:
+            report = os.read(self._pipe, 100).decode()
+        except BlockingIOError:
+            return None
+        os.close(self._pipe)
+        os.waitpid(self._pid, 0)
+        exact, cpu_s = report.split()
+        return int(exact), float(cpu_s)
+
+
+def _report(processes: list[_Process], descriptor: int) -> NoReturn:
+    try:
+        # The smaller one of two: a fork between the looks at two processes, or a child that borrows its parent's memory
+        # until it executes a program, makes one of them too large.
+        exact = min(sum(map(_exact_bytes, processes)) for _ in range(2))
+        os.write(descriptor, f"{exact} {time.process_time()}".encode())
+    finally:
+        os._exit(0)
 
 
 class Watchdog:
@@ -58,8 +106,9 @@ class Watchdog:
         """preloaded_bytes: see `preloaded_bytes`. memory_limit_bytes: None if memory need not be measured."""
         self._first_pid, self._preloaded_bytes, self._limit_bytes = first_pid, preloaded_bytes, memory_limit_bytes
         self._seen_s = self._lost_s = 0.0
+        self._measurement: _Measurement | None = None
+        self._lost = self._last_bytes = self._last_most_bytes = 0
         self._rest_until = 0.0
-        self._last_exact_bytes = self._last_most_bytes = 0
 
     def look(self, at_most: int) -> Usage:
         """Return the usage now. Processes beyond `at_most` are left out.
@@ -98,22 +147,28 @@ class Watchdog:
         most = sum(process.most_bytes for process in processes) - self._preloaded_bytes
         if self._limit_bytes is None or most <= self._limit_bytes:
             return most
-        grown = self._last_exact_bytes + max(0, most - self._last_most_bytes)
-        began = time.monotonic()
-        if grown <= self._limit_bytes and began < self._rest_until:
-            return grown
-        exact = self._measure(processes)
-        if exact > self._limit_bytes:
-            # A fork between the looks at two processes, or a child that borrows its parent's memory until it executes a
-            # program, makes one measurement too large.
-            exact = min(exact, self._measure(processes))
-        self._last_exact_bytes, self._last_most_bytes = exact, most
-        now = time.monotonic()
-        self._rest_until = now + _REST * (now - began)
-        return exact
+        self._take_result()
+        grown = self._last_bytes + max(0, most - self._last_most_bytes)
+        due = grown > self._limit_bytes or time.monotonic() >= self._rest_until
+        if due and self._measurement is None:
+            with suppress(OSError):  # the user has no process left; tried again at the next look
+                self._measurement = _Measurement(processes, most)
+        return self._last_bytes
 
-    def _measure(self, processes: list[_Process]) -> int:
-        return sum(map(_exact_bytes, processes)) - self._preloaded_bytes
+    def _take_result(self) -> None:
+        measurement = self._measurement
+        if measurement is None:
+            return
+        try:
+            result = measurement.result()
+        except ValueError:  # perhaps the call has ended it
+            self._lost += 1
+            result = (measurement.most_bytes + self._preloaded_bytes, 0.0) if self._lost >= _LOST else None
+            self._measurement = None
+        if result is not None:
+            self._last_bytes, self._last_most_bytes = result[0] - self._preloaded_bytes, measurement.most_bytes
+            self._rest_until = time.monotonic() + _REST * result[1]
+            self._measurement, self._lost = None, 0
 
 
 def preloaded_bytes() -> int:
@@ -126,8 +181,8 @@ def _find_memory(threads: list[Path]) -> _Process | None:
     """Return the process of some threads. Threads that have ended, even the first, have no memory; None if all have."""
     for thread in threads:
         if status := _status(thread):
-            size = status.pop(b"VmSize")
-            most = sum(status.values()) + size // _PAGE * _MAPPING_BYTES
+            pages = status.pop(b"VmSize") // _PAGE
+            most = sum(status.values()) + min(pages, _MOST_MAPPINGS) * _MAPPING_BYTES
             return _Process(thread, status.get(b"VmPTE", 0), most)
     return None
 
