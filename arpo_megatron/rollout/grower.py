@@ -115,7 +115,8 @@ class TreeGrower:
         self._client = TreeClient(task_id, context, entries, record)
         self.counts = self._client.counts
         self._prefixes = self._client.prefixes
-        self._task_id = task_id
+        self.task_id = task_id
+        """Id of the tree's task."""
         self._context = context
         self._root = Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
@@ -250,7 +251,7 @@ class TreeGrower:
             raise AssertionError("only a segment after a tool result is measured")
         decision = self._context.policy.decide(
             ForkPoint(
-                task_id=self._task_id,
+                task_id=self.task_id,
                 step=self._context.step,
                 path=start.node.key,
                 start_entropies=start.start_entropies,
@@ -330,7 +331,7 @@ class TreeGrower:
         """Copy the nodes to a `RolloutTree`, depth first and in the order of path keys."""
         self._root.children.sort(key=lambda node: node.key)
         root, step, seconds = self._root, self._context.step, self._client.age_s
-        tree = RolloutTree(self._task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
+        tree = RolloutTree(self.task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
         pending = [(0, child) for child in reversed(self._root.children)]
         while pending:
             parent, node = pending.pop()

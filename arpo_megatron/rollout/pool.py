@@ -7,6 +7,7 @@ continue with the next policy. Tool calls run on during a pause.
 
 import asyncio
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
 TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError, ToolTextError)
-"""Errors that fail one tree. Any other error is a bug, which `collect` raises."""
+"""Expected errors of one tree. Any other error fails its tree, too, and its traceback is printed."""
 
 
 class TreeStoppedError(Exception):
@@ -82,8 +83,6 @@ class _Queue:
     """Time of the last report, or of the first tree's start."""
     tokens: int = 0
     """Tokens sampled since then."""
-    bug: Exception | None = None
-    """An error that is not in `TREE_FAILURES`; the next `collect` raises it."""
 
 
 class TreePool:
@@ -169,8 +168,6 @@ class TreePool:
     async def collect(self, request: CollectTrees) -> RolloutReport:
         """Wait for finished trees of one purpose, and hand over the oldest (`CollectTrees`).
 
-        A bug in any of them is raised.
-
         Raises:
             StaleEnginesError: engines need a push first; nothing was collected.
         """
@@ -201,8 +198,6 @@ class TreePool:
         """Wait until `count` trees and all that started before a version are finished, and send progress."""
         sent_at = 0.0
         while True:
-            if queue.bug is not None:
-                raise queue.bug
             if self._stale:
                 urls, self._stale = sorted(self._stale), set()
                 raise StaleEnginesError(*urls)
@@ -256,11 +251,7 @@ class TreePool:
         for tree in collected:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in collected if isinstance(tree.result, RolloutTree)]
-        failed = [
-            IncompleteTree(tree.grower.partial_tree(), f"{type(tree.result).__name__}: {tree.result}")
-            for tree in collected
-            if isinstance(tree.result, Exception)
-        ]
+        failed = [_incomplete(tree, tree.result) for tree in collected if isinstance(tree.result, Exception)]
         now = time.monotonic()
 
         def inside_stop(token_ids: Int32Array) -> bool:
@@ -281,10 +272,10 @@ class TreePool:
             finally:  # costs are counted in the first tree's queue
                 queue.prefills.add(_taken(costs))
             tree.result = await tree.grower.grow()
-        except TREE_FAILURES as error:
+        except Exception as error:
             tree.result = error
-        except Exception as bug:
-            queue.bug = bug
+            if not isinstance(error, TREE_FAILURES):
+                traceback.print_exc()
         finally:
             queue.unfinished[tree.version] -= 1
             self._changed.set()
@@ -326,6 +317,18 @@ class TreePool:
     def _count_tokens(self, queue: _Queue, tokens: int) -> None:
         queue.tokens += tokens
         self._changed.set()  # lets `collect` send progress
+
+
+def _incomplete(tree: _PoolTree, error: Exception) -> IncompleteTree:
+    reason = f"{type(error).__name__}: {error}"
+    if not isinstance(error, (*TREE_FAILURES, TreeStoppedError)):
+        reason += " (its traceback is in rollout.log)"
+    try:
+        partial_tree = tree.grower.partial_tree()
+    except Exception:  # the error that failed the tree may be in its record
+        traceback.print_exc()
+        partial_tree = RolloutTree(tree.grower.task_id, tree.grower.prompt)
+    return IncompleteTree(partial_tree, reason)
 
 
 def _taken(counts: RolloutCounts) -> RolloutCounts:

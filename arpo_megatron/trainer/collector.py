@@ -74,6 +74,8 @@ class StepInProgress:
     """Finished trees that the selector has not recorded yet; it records them when the step is complete."""
     left_out: list[ScoredTree] = field(default_factory=list)
     """Trees that the step does not train; `dropped` counts them by reason."""
+    failure: str = ""
+    """Why the newest failed tree failed."""
     stats: list[RolloutStats] = field(default_factory=list)
     """Cost of each collection."""
     selector_before: dict[str, Any] | None = None
@@ -223,6 +225,7 @@ class TreeCollector:
         request = collect_request(self.config.rollout, TRAINING, count, current.step)
         report = self.rollouts.collect(request, self._progressed)
         for each in report.failed:
+            current.failure = each.reason
             self._log(f"the tree of {each.tree.task_id} was dropped: {each.reason}")
         scored = self._accept_report(report, current, failed_because="failed")
         current.scored += scored
@@ -278,7 +281,8 @@ class TreeCollector:
         kept, wanted = current.kept, self.config.train.tasks_per_step
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in current.dropped.items())
-            raise RuntimeError(f"step {current.step + 1} has no tree to train; dropped: {reasons}")
+            last = f"; the last failure: {current.failure}" if current.failure else ""
+            raise RuntimeError(f"step {current.step + 1} has no tree to train; dropped: {reasons}{last}")
         if len(kept) < wanted:
             self._log(f"step {current.step + 1} trains {len(kept)} trees of {wanted}: {dict(current.dropped)}")
         if isinstance(self.replay, AddsTrees):

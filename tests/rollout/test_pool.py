@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from arpo_megatron.engine.affinity import FIRST_BACKOFF_S
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     LiveTree,
@@ -27,6 +29,7 @@ from arpo_megatron.rollout.messages import (
     StartTrees,
 )
 from arpo_megatron.rollout.pool import TreePool
+from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, SEED, arpo
@@ -96,6 +99,29 @@ def test_retries_of_a_failed_common_prefill_are_counted(scripted_engine: Start) 
     report = asyncio.run(grown(engine, tasks, retry_for_s=1.0))
     assert len(report.failed) == 2
     assert report.stats.counts.retries == len(engine.requests) > 1
+
+
+@pytest.mark.parametrize("method", ["_send_call", "_write_segment"])
+def test_bug_in_one_tree_fails_that_tree_with_its_traceback(
+    scripted_engine: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """`_write_segment` also fails when the tree is reported."""
+    owner: Any = TreeClient if method == "_send_call" else TreeGrower
+    correct = getattr(owner, method)
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        if "t1" in (getattr(self, "task_id", None), getattr(self, "_task_id", None)):
+            raise KeyError("a programming error")
+        return correct(self, *arguments)
+
+    monkeypatch.setattr(owner, method, broken)
+    engine = scripted_engine(ScriptedEngine(lambda text: "<python>1</python>" if "result" not in text else "</answer>"))
+    report = asyncio.run(grown(engine, tuple(Task(f"t{n}", (), "", "math", f"p{n}") for n in range(3))))
+    assert [tree.task_id for tree in report.trees] == ["t0", "t2"]
+    (failed,) = report.failed
+    assert (failed.tree.task_id, report.stats.failed) == ("t1", 1)
+    assert failed.reason == "KeyError: 'a programming error' (its traceback is in rollout.log)"
+    assert 'raise KeyError("a programming error")' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("k", [6, 38])

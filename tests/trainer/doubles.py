@@ -36,6 +36,8 @@ class Rollouts:
     steps: dict[str, int] = field(default_factory=dict)
     waited: set[int | None] = field(default_factory=set)
     entries_each: int = 1
+    failure: str = ""
+    """Why every tree fails; "" if none does."""
 
     def start_trees(
         self, _purpose: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
@@ -77,7 +79,10 @@ class Rollouts:
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
-        return RolloutReport(trees, [], rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0))
+        failed = [IncompleteTree(tree, self.failure) for tree in trees if self.failure]
+        return RolloutReport(
+            [] if failed else trees, failed, rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
+        )
 
     def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
         self.calls.append("finish")

@@ -55,6 +55,14 @@ def test_step_without_trees_names_the_drops(collector: Start) -> None:
         held.collect(0)
 
 
+def test_step_whose_trees_all_fail_ends_the_run_with_the_reason(collector: Start) -> None:
+    held, rollouts = collector(max_refills=1)
+    rollouts.failure = "KeyError: 'x' (its traceback is in rollout.log)"
+    with pytest.raises(RuntimeError, match=r"no tree to train; dropped: 8 failed; the last failure: KeyError: 'x' \("):
+        held.collect(0)
+    assert rollouts.calls == ["start 4", "collect 4", "start 4", "collect 4"], "failed trees are replaced"
+
+
 def test_repeated_push_does_not_pause_trees_again(collector: Start) -> None:
     held, rollouts = collector(max_staleness=1, across_push="drain")
     held.collect(0)
