@@ -68,9 +68,11 @@ def test_model_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engine_environment_has_no_variables_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in trainer_environment("auto").items():
         monkeypatch.setenv(name, value)
-    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
+    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1, host="127.0.0.1")
     assert int(environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 2**30
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")  # somebody's own choice
-    assert "PYTORCH_CUDA_ALLOC_CONF" in launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1)
+    assert "PYTORCH_CUDA_ALLOC_CONF" in launch._environment(
+        tmp_path, Placement(1, 0, shared=True), replicas=1, host="127.0.0.1"
+    )
