@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arpo_megatron.utils.processes import REAP_DEADLINE_S, STORE_FILE, bind_to_parent, exit_code, how_it_ended
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals, interrupts_deferred, interrupts_ignored
-from tools_sandbox.utils.temporary import TemporaryFolder
+from arpo_megatron.utils.temporary import TemporaryFolder
 
 _FOLDER_PREFIX = "arpo-ranks-"
 _POLL_INTERVAL_S = 0.05
@@ -69,7 +69,11 @@ def _start(command: Sequence[str], number: int, count: int, store: Path) -> Rank
     }
     if count > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # otherwise every rank would have a thread per core
-    return subprocess.Popen(command, env=environment, preexec_fn=partial(bind_to_parent, os.getpid()))  # noqa: PLW1509
+    return subprocess.Popen(
+        command,
+        env=environment,
+        preexec_fn=partial(bind_to_parent, os.getpid()),  # noqa: PLW1509  (prctl and getppid only)
+    )
 
 
 def _first_failure(ranks: Sequence[Rank]) -> tuple[int, int] | None:

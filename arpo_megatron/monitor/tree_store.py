@@ -73,11 +73,15 @@ def step_file(run: RunDirectory, step: int) -> Path:
 
 def stored_steps(run: RunDirectory) -> list[int]:
     """Return the steps with stored trees, ascending. Raises UserError if there are none."""
-    found = [_STEP_FILE.fullmatch(path.name) for path in run.trees.glob("step_*.parquet")]
-    steps = sorted(int(name[1]) for name in found if name)  # other files are ignored
-    if not steps:
-        raise UserError(f"{run.path} holds no trees yet")
-    return steps
+    if steps := steps_in(run.trees):
+        return steps
+    raise UserError(f"{run.path} holds no trees yet")
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps whose trees a folder holds, ascending. Files with other names are ignored."""
+    found = (_STEP_FILE.fullmatch(path.name) for path in folder.glob("step_*.parquet"))
+    return sorted(int(name[1]) for name in found if name)
 
 
 @dataclass(slots=True)

@@ -131,13 +131,20 @@ def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
     )
 
 
+def _dropped(metrics: Sequence[Row], reason: str) -> str | None:
+    """Return how many recent trees were dropped for a reason, if they are more than one in twenty."""
+    dropped, trees = _sum(metrics, f"dropped/{reason}"), _sum(metrics, "trees")
+    if not dropped or dropped / (trees + dropped) <= 0.05:
+        return None
+    return f"{dropped:.0f} of the last {trees + dropped:.0f} trees"
+
+
 def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
-    failed, trees = _sum(metrics, "dropped/failed"), _sum(metrics, "trees")
-    if not failed or failed / (trees + failed) <= 0.05:
+    if (dropped := _dropped(metrics, "failed")) is None:
         return None
     return Advice(
         "Many trees could not be finished",
-        f"{failed:.0f} of the last {trees + failed:.0f} trees failed",
+        f"{dropped} failed",
         "read the notes below and the logs of engine and sandbox for the cause",
         "dropped/failed",
         "docs/rollouts.md",
@@ -145,12 +152,11 @@ def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
 
 
 def _stale_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
-    stale, trees = _sum(metrics, "dropped/stale"), _sum(metrics, "trees")
-    if not stale or stale / (trees + stale) <= 0.05:
+    if (dropped := _dropped(metrics, "stale")) is None:
         return None
     return Advice(
         "Many trees were too old to train",
-        f"{stale:.0f} of the last {trees + stale:.0f} trees exceeded rollout.max_staleness",
+        f"{dropped} exceeded rollout.max_staleness",
         "raise rollout.max_staleness, or set tool time limits so that no tree grows for several steps",
         "dropped/stale",
         "docs/rollouts.md",

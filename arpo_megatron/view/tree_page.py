@@ -1,7 +1,6 @@
 """The data of the tree pages: what a step stored, one whole tree, and one task in all steps, as JSON values."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
-from arpo_megatron.monitor.tree_store import held_out_file, read_row, read_summaries, step_file
+from arpo_megatron.monitor.tree_store import held_out_file, read_row, read_summaries, step_file, steps_in
 from arpo_megatron.view.runs import FileCache, Row
 
 Decode = Callable[[list[int]], str]
-_STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SUMMARY = (
     *("task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped", "replayed"),
     *(f"segments.list.element.{name}" for name in ("finish", "tool.status", "tool.seconds")),
@@ -26,17 +24,12 @@ _REPLACEMENT = "\ufffd"
 
 def train_steps(run: RunDirectory) -> list[int]:
     """Return the steps with stored trees, ascending."""
-    return _steps(run.trees)
+    return steps_in(run.trees)
 
 
 def held_out_steps(run: RunDirectory) -> list[int]:
     """Return the steps whose evaluation stored the trajectories of the held-out tasks, ascending."""
-    return _steps(run.held_out)
-
-
-def _steps(folder: Path) -> list[int]:
-    found = (_STEP_FILE.fullmatch(path.name) for path in folder.glob("step_*.parquet"))
-    return sorted(int(name[1]) for name in found if name)
+    return steps_in(run.held_out)
 
 
 def tree_file(run: RunDirectory, step: str) -> Path:
