@@ -9,7 +9,7 @@ from arpo_megatron.cluster.code_snapshot import git
 
 
 @dataclass(kw_only=True)
-class TreePackager(Packager):  # type: ignore[misc]
+class TreePackager(Packager):  # type: ignore[misc]  # nemo-run has no types
     """Packs one git tree of a clone. Nothing is written in the clone.
 
     nemo-run's own `GitArchivePackager` extracts the archive into the clone first, where the snapshot of another

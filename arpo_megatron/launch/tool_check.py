@@ -53,7 +53,7 @@ def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[
             stderr=errors,
             text=True,
             start_new_session=True,
-            preexec_fn=partial(bind_to_parent, os.getpid()),  # noqa: PLW1509
+            preexec_fn=partial(bind_to_parent, os.getpid()),  # noqa: PLW1509  (prctl and getppid only)
         ) as service,
     ):
         try:

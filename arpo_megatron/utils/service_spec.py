@@ -51,5 +51,5 @@ class ServiceSpec:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 start_new_session=True,
-                preexec_fn=partial(bind_to_parent, os.getpid()) if self.bound else None,  # noqa: PLW1509
+                preexec_fn=partial(bind_to_parent, os.getpid()) if self.bound else None,  # noqa: PLW1509  (prctl and getppid only)
             )

@@ -151,7 +151,7 @@ def _phase(events: Sequence[Row]) -> str | None:
 
 
 def _code(events: Sequence[Row]) -> str | None:
-    """Return the code of the newest start on this machine, as `launch.job.open_run` notes it."""
+    """Return the code of the newest start on this machine, as `launch.job.open_job` notes it."""
     texts = (str(event.get("text", "")) for event in reversed(events) if event["kind"] == "note")
     return next((text.removeprefix("code: ") for text in texts if text.startswith("code: ")), None)
 

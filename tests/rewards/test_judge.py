@@ -22,7 +22,7 @@ from arpo_megatron.utils import chat_client as chat
 from arpo_megatron.utils.ports import free_ports
 from tests.rewards.judge_server import ChatServer, chat_server, part, verdict
 
-NOBODY = "http://127.0.0.1:9/v1"
+NO_SERVER = "http://127.0.0.1:9/v1"
 TASK = Task("t", ({"role": "system", "content": "Be good."}, {"role": "user", "content": "Who?"}), "Ada", "qa", "?")
 ASKED = equivalence_question("Who?", "Ada Lovelace", "Lady Lovelace")
 
@@ -73,7 +73,7 @@ def test_judge_refuses_a_file_that_is_not_a_cache(tmp_path: Path) -> None:
     file = tmp_path / "judge.sqlite"
     file.write_text("not a data base, but long enough to be taken for the header of one" * 9)
     with pytest.raises(UserError, match=r"judge\.sqlite is not a cache"):
-        Judge(config(NOBODY), file)
+        Judge(config(NO_SERVER), file)
     assert sqlite3  # not SQLite's format
 
 
@@ -244,12 +244,12 @@ def test_stopping_run_does_not_wait_for_a_judge_that_is_down() -> None:
         raise StoppedError
 
     with pytest.raises(StoppedError):
-        Judge(config(NOBODY), check=stop).ask([ASKED])
+        Judge(config(NO_SERVER), check=stop).ask([ASKED])
 
 
 def test_closing_the_judge_releases_waiting_callers() -> None:
     logged, found = list[str](), list[str | None]()
-    judge = Judge(config(NOBODY), log=logged.append)
+    judge = Judge(config(NO_SERVER), log=logged.append)
     waiting = threading.Thread(target=lambda: found.extend(judge.ask([ASKED])))
     waiting.start()
     while not logged:
@@ -330,7 +330,7 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     [
         (lambda: RewardConfig(qa="judge"), "reward.judge.url"),
         (lambda: RewardConfig(terms={"spo": 1.0}), "reward.judge.url"),
-        (lambda: RewardConfig(qa="judge", judge=JudgeConfig(url=NOBODY)), "reward.judge.model"),
+        (lambda: RewardConfig(qa="judge", judge=JudgeConfig(url=NO_SERVER)), "reward.judge.model"),
     ],
 )
 def test_missing_judge_is_one_line(settings: Callable[[], RewardConfig], message: str) -> None:
@@ -339,5 +339,5 @@ def test_missing_judge_is_one_line(settings: Callable[[], RewardConfig], message
 
 
 def test_judge_is_not_built_if_nothing_needs_it() -> None:
-    assert make_reward(RewardConfig(judge=config(NOBODY))).judge is None
+    assert make_reward(RewardConfig(judge=config(NO_SERVER))).judge is None
     assert isinstance(make_reward(RewardConfig()).score_group(ResponseGroup(TASK, [response("Ada")]))[0], Score)

@@ -12,7 +12,7 @@ import pytest
 from arpo_megatron.errors import UserError
 from arpo_megatron.rewards.judge.report import report
 from tests.rewards.judge_server import chat_server, part, verdict
-from tests.rewards.test_judge import NOBODY, config, slow
+from tests.rewards.test_judge import NO_SERVER, config, slow
 
 
 def test_judge_report_counts_agreement_chance_rules_and_attacks(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_invalid_labels_are_refused_in_one_line(text: str, tmp_path: Path) -> No
     labels = tmp_path / "labels.jsonl"
     labels.write_text(text)
     with pytest.raises(UserError, match=r"labels\.jsonl"):
-        report(config(NOBODY), labels)
+        report(config(NO_SERVER), labels)
     with pytest.raises(UserError, match="does not answer"):
         labels.write_text('{"question":"q","truth":"t","answer":"a","correct":true}')
-        report(config(NOBODY), labels)
+        report(config(NO_SERVER), labels)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

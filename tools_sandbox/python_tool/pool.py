@@ -34,9 +34,10 @@ Calls, or all processes of a user or of the machine, share these."""
 _SCARCE_WAIT_S = 5.0
 _POLL_S = 0.02
 _RESTART_TIMEOUT_S = 15.0
-_KILL_TIMEOUT_S = 4.0
 """Seconds that a call waits for a new zygote. A machine without free processes or memory may need a while to start
 one."""
+_KILL_TIMEOUT_S = 4.0
+"""Seconds that the service waits for a killed zygote, which the kernel may not end while it waits for a device."""
 _MAX_PAUSE_S = 2.0
 _PART_BYTES = 1 << 20
 """Part of a state that is read into memory at a time."""
