@@ -2,7 +2,7 @@
 
 A component is a dataclass with the methods of its extension point's protocol; its fields are its params. Built-in
 components are listed in `BUILTIN`. A package adds one by an entry point in the group of the extension point
-(docs/extending.md builds one). A component's module is imported when it is loaded.
+(docs/guides/extending.md builds one). A component's module is imported when it is loaded.
 """
 
 import dataclasses

@@ -32,7 +32,7 @@ ARMS: dict[str, Variant] = {
     "dapo": {"algorithm.name": "dapo"},
     "reinforce_plus_plus": {"algorithm.name": "reinforce_plus_plus"},
 }
-"""Comparison arms with the same number of samples: presets of these names (docs/algorithms.md)."""
+"""Comparison arms with the same number of samples: presets of these names (docs/reference/algorithms.md)."""
 
 EVALUATION = EvalConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
 """Sampling of the paper's evaluation; `arpo eval` uses it for its benchmarks, too."""

@@ -1,5 +1,5 @@
-"""Write docs/configuration.md from the config dataclasses, and the generated tables of cluster.md and algorithms.md
-(`make docs`).
+"""Write docs/reference/configuration.md from the config dataclasses, and the generated tables of cluster.md and
+algorithms.md (`make docs`).
 
 A test fails when they are out of date.
 """
@@ -17,8 +17,8 @@ from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-CLUSTER = TARGET.with_name("cluster.md")
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
+CLUSTER = TARGET.parents[1] / "guides" / "cluster.md"
 ALGORITHMS = TARGET.with_name("algorithms.md")
 HEAD = """# Configuration reference
 
@@ -34,7 +34,7 @@ this page from `arpo_megatron/config/`.
 
 
 def render() -> str:
-    """Return docs/configuration.md: the introduction and a table of keys per section of the config."""
+    """Return docs/reference/configuration.md: the introduction and a table of keys per section of the config."""
     return "\n".join([HEAD, *_section(JobConfig, "")]) + "\n"
 
 
@@ -101,7 +101,7 @@ def _components() -> list[str]:
                 if field.init and field.name not in keys | {"config", "vocabulary_size", "seed", "tasks"}
             ]
             summary = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-            link = f"[`{key}={name}`](../{component.__module__.replace('.', '/')}.py)"
+            link = f"[`{key}={name}`](../../{component.__module__.replace('.', '/')}.py)"
             cells = [text.replace("|", "\\|") for text in (link, summary, "; ".join(params))]
             rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Take the picture of docs/view.md: scripts/screenshot.sh RUN_DIR STEP TREE. Needs Chromium (apt-get install chromium).
+# Take the picture of docs/guides/view.md: scripts/screenshot.sh RUN_DIR STEP TREE. Needs Chromium (apt-get install chromium).
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -eq 3 ] || { echo "usage: scripts/screenshot.sh RUN_DIR STEP TREE" >&2; exit 2; }
@@ -15,5 +15,5 @@ chromium --headless --no-sandbox --disable-gpu --disable-background-networking -
 import sys
 from PIL import Image
 # Few colors make a small file; the right edge is the place of a scroll bar.
-Image.open(sys.argv[1]).convert('RGB').crop((0, 0, 1166, 860)).quantize(256, dither=0).save('docs/view.png', optimize=True)
+Image.open(sys.argv[1]).convert('RGB').crop((0, 0, 1166, 860)).quantize(256, dither=0).save('docs/images/view.png', optimize=True)
 " "$work/page.png"

@@ -21,21 +21,21 @@ class AlgorithmConfig:
 
     name: str = "arpo"
     """The preset. A variant, a file or an override that names one applies its values before its own keys
-    (docs/algorithms.md lists presets). Later it is only a name: the keys below define the method."""
+    (docs/reference/algorithms.md lists presets). Later it is only a name: the keys below define the method."""
     selector: str = "epochs"
     """Which tasks a step gets. `epochs`: all of them, shuffled."""
     branching: str = "arpo"
     """Where trees fork. `arpo`: after tool results, driven by entropy, as in the paper. `arpo_reference`: the
     entropy rule of the released code, with three of its defects. `random`: the control arm, which ignores entropy.
-    `grpo`: nowhere, `group_size` independent trajectories. docs/algorithms.md lists all of them."""
+    `grpo`: nowhere, `group_size` independent trajectories. docs/reference/algorithms.md lists all of them."""
     advantage: str = "group"
-    """How rewards become advantages: an estimator of docs/algorithms.md."""
+    """How rewards become advantages: an estimator of docs/reference/algorithms.md."""
     loss: str = "ppo"
-    """How advantages become gradients: a loss of docs/algorithms.md."""
+    """How advantages become gradients: a loss of docs/reference/algorithms.md."""
     replay: str | None = None
-    """Which old trajectories are trained again: a replay buffer of docs/algorithms.md; None: none."""
+    """Which old trajectories are trained again: a replay buffer of docs/reference/algorithms.md; None: none."""
     params: dict[str, float | bool | str] = field(default_factory=dict, hash=False)
-    """Parameters of the chosen components that have no key here, by name (docs/algorithms.md)."""
+    """Parameters of the chosen components that have no key here, by name (docs/reference/algorithms.md)."""
     group_size: Positive = 16
     """M: trajectories per task."""
     initial_rollouts: Positive = 8

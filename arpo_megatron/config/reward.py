@@ -59,7 +59,7 @@ class RewardConfig:
     success_threshold: Fraction = 0.5
     """A trajectory is a success if its accuracy exceeds this."""
     terms: dict[str, float] = Field(default_factory=dict)
-    """Weights of the terms that are added to the reward, by name, e.g. {overlong: 1.0}; docs/rewards.md lists them."""
+    """Weights of the terms that are added to the reward, by name, e.g. {overlong: 1.0}; see docs/guides/rewards.md."""
     params: dict[str, int | float] = Field(default_factory=dict)
     """Parameters of those terms, and of a reward of an installed package, by name, e.g. {overlong_buffer: 512}."""
     judge: JudgeConfig = JudgeConfig()

@@ -18,7 +18,7 @@ class RolloutConfig:
     """Nucleus sampling: probability mass of the tokens that are drawn from; use 1 in training."""
     tools: tuple[str, ...] | None = None
     """Names of the tools that the policy may call, each with a tag of its name; None: search and python. A tool whose
-    only required argument is a text takes the text of the tag, any other one a JSON object; see docs/tools.md."""
+    only required argument is a text takes the text of the tag, any other one a JSON object (docs/guides/tools.md)."""
     max_tool_calls: NonNegative = 3
     """Tool calls per trajectory; a call beyond them ends the trajectory."""
     max_response_tokens: Positive = 4096

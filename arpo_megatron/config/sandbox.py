@@ -13,7 +13,7 @@ class SandboxConfig:
     """The tool service: limits, isolation and sessions of python calls, and the size of search results."""
 
     file: Path | None = None
-    """YAML file of the tool service with further tools and settings (docs/tools.md), merged with the keys below."""
+    """YAML file of the tool service with more tools and settings (docs/guides/tools.md), merged with the keys below."""
     python_timeout_s: PositiveFloat = 10.0
     """Wall time of one python call in seconds."""
     python_memory_mb: Positive = 512
@@ -23,6 +23,6 @@ class SandboxConfig:
     preload: tuple[str, ...] = ()
     """Modules imported once, so that every python call finds them loaded (numpy, sympy, ...)."""
     isolation: Literal["full", "contained", "process", "limits"] = "contained"
-    """Weakest accepted isolation of python calls from this machine; see docs/security.md."""
+    """Weakest accepted isolation of python calls from this machine; see docs/guides/security.md."""
     sessions: bool = False
     """Python calls of a trajectory keep the names and files of the previous call; a fork copies them."""

@@ -30,6 +30,6 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of tensors in a bucket: `bucket_mb` minus the overhead of a push (docs/engines-and-weights.md)."""
+        """Bytes of tensors in a bucket: `bucket_mb` minus a push's overhead (docs/guides/engines-and-weights.md)."""
         whole = self.bucket_mb * 2**20
         return whole - min(12 * 2**20, 3 * whole // 8)

@@ -46,7 +46,7 @@ AnswerCheck = Callable[[str, str, str], bool]
 
 
 def judge_check(model: Judge) -> AnswerCheck:
-    """Return a check by a judge model; docs/rewards.md shows its prompt."""
+    """Return a check by a judge model; docs/guides/rewards.md shows its prompt."""
 
     def judge(question: str, answer: str, expected: str) -> bool:
         (verdict,) = model.ask([equivalence_question(question, expected, answer)])

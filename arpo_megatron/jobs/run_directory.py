@@ -1,4 +1,4 @@
-"""Run directories: where a job writes, and the purpose of each file (docs/run-directory.md)."""
+"""Run directories: where a job writes, and the purpose of each file (docs/reference/run-directory.md)."""
 
 import fcntl
 import os
@@ -39,7 +39,7 @@ Phase = Literal["train", "sft"]
 RUNS = Path("runs")
 """Default parent of run directories."""
 PRIVATE = 0o700
-"""Mode of new run directories: a user who can write to one can run code as its owner (docs/security.md)."""
+"""Mode of new run directories: a user who can write to one can run code as its owner (docs/guides/security.md)."""
 SUBMIT_LOCK = ".submit.lock"
 REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
 """Entries that a fresh run may find in its directory. It reuses the initial model and the cold start."""
@@ -47,7 +47,7 @@ REUSABLE = frozenset({"initial_model", "sft", ".lock", SUBMIT_LOCK})
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths of the files and directories of one run (docs/run-directory.md)."""
+    """Paths of the files and directories of one run (docs/reference/run-directory.md)."""
 
     path: Path
 

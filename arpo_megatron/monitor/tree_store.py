@@ -114,7 +114,7 @@ class TreeLog:
 def write_trees(
     path: Path, step: int, scored: Sequence[ScoredTree], decode: Decode, trained: Sequence[TrainedTree] = ()
 ) -> None:
-    """Write a step's trees in the format of docs/run-directory.md.
+    """Write a step's trees in the format of docs/reference/run-directory.md.
 
     Args:
         path: the file.
@@ -211,7 +211,7 @@ def _damaged(path: Path, error: Exception, where: str = "") -> UserError:
 
 
 def _schema() -> "pa.Schema":
-    """Return the columns in the order of docs/run-directory.md."""
+    """Return the columns in the order of docs/reference/run-directory.md."""
     import pyarrow as pa
 
     text, number = pa.string(), pa.int32()

@@ -46,7 +46,7 @@ PUSH_OVERHEAD_S = 1.0
 """Fixed time of a weight push: begin, commit, probe."""
 GLOO_SPEED = 4e9
 """Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; on two
-slow cores it is 1.2 to 1.5 GB/s (docs/engines-and-weights.md, the floor of `arpo bench sync`)."""
+slow cores it is 1.2 to 1.5 GB/s (docs/guides/engines-and-weights.md, the floor of `arpo bench sync`)."""
 MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 

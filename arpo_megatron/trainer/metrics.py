@@ -1,4 +1,4 @@
-"""The metrics of a step; docs/run-directory.md lists them by name."""
+"""The metrics of a step; docs/reference/run-directory.md lists them by name."""
 
 import math
 from collections import Counter

@@ -65,7 +65,7 @@ def _entropy_collapse(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"mean entropy fell from {before:.3g} to {now:.3g} nats, so trajectories of a task differ less and less",
         "raise algorithm.clip_high or algorithm.entropy_coefficient, or lower optimizer.lr",
         "entropy_mean",
-        "docs/training.md",
+        "docs/guides/training.md",
     )
 
 
@@ -79,7 +79,7 @@ def _no_signal(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"in {without / trees:.0%} of the recent trees all trajectories have the same reward",
         "choose tasks by difficulty (algorithm.selector), or replace such trees (algorithm.drop_groups_without_signal)",
         "groups_without_signal",
-        "docs/algorithms.md",
+        "docs/reference/algorithms.md",
     )
 
 
@@ -93,7 +93,7 @@ def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:
         "compare dtypes and kernels of trainer and engine, and limit the effect with "
         "algorithm.trajectory_weight_limit=2",
         "logprob_gap",
-        "docs/engines-and-weights.md",
+        "docs/guides/engines-and-weights.md",
     )
 
 
@@ -113,7 +113,7 @@ def _engine_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
         "let trees grow while the trainer works (rollout.max_staleness=1 algorithm.trajectory_weight_limit=2), or "
         "give the trainer more GPUs",
         "seconds/rollout",
-        "docs/rollouts.md",
+        "docs/guides/rollouts.md",
     )
 
 
@@ -127,7 +127,7 @@ def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
         "add engines (engine.replicas), or let trees grow while the trainer works "
         "(rollout.max_staleness=1 algorithm.trajectory_weight_limit=2)",
         "seconds/rollout",
-        "docs/rollouts.md",
+        "docs/guides/rollouts.md",
     )
 
 
@@ -147,7 +147,7 @@ def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"{dropped} failed",
         "read the notes below and the logs of engine and sandbox for the cause",
         "dropped/failed",
-        "docs/rollouts.md",
+        "docs/guides/rollouts.md",
     )
 
 
@@ -159,7 +159,7 @@ def _stale_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"{dropped} exceeded rollout.max_staleness",
         "raise rollout.max_staleness, or set tool time limits so that no tree grows for several steps",
         "dropped/stale",
-        "docs/rollouts.md",
+        "docs/guides/rollouts.md",
     )
 
 
@@ -172,7 +172,7 @@ def _cache_misses(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"{cached:.0%} of the prompt tokens came from the cache; the shape of the trees predicts {predicted:.0%}",
         "give the engine's cache more memory (engine.memory_fraction), or let fewer trees grow at once",
         "cached_prompt_share",
-        "docs/engines-and-weights.md",
+        "docs/guides/engines-and-weights.md",
     )
 
 
@@ -185,7 +185,7 @@ def _repeated_requests(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"{repeated:.0f} generations and tool calls were repeated in the last {_WINDOW} steps",
         "see the restarts below; arpo health RUN_DIR names the log of each service",
         "requests_repeated",
-        "docs/engines-and-weights.md",
+        "docs/guides/engines-and-weights.md",
     )
 
 
@@ -198,7 +198,7 @@ def _skipped_updates(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"loss or gradient of {skipped:.0f} recent updates was not finite",
         "arpo replay-pack RUN_DIR/skipped_updates/FILE shows which quantity is not finite",
         "updates_skipped",
-        "docs/training.md",
+        "docs/guides/training.md",
     )
 
 
@@ -211,7 +211,7 @@ def _trees_not_stored(metrics: Sequence[Row], _config: Row) -> Advice | None:
         f"the disk refused {lost:.0f} trees",
         "free space on the disk of the run directory",
         "trees_not_stored",
-        "docs/run-directory.md",
+        "docs/reference/run-directory.md",
     )
 
 
@@ -228,7 +228,7 @@ def _held_out_fell(held_out: Sequence[Row]) -> Advice | None:
         f"{best['success']:.1%} after step {best['step']}, {last['success']:.1%} after step {last['step']}",
         f"arpo export RUN_DIR --step N converts an older checkpoint; the best is near step {best['step']}",
         "held_out_success",
-        "docs/training.md",
+        "docs/guides/training.md",
     )
 
 
@@ -243,7 +243,7 @@ def _slow_tools(trees: Sequence[Row]) -> Advice | None:
         "which trajectories grew",
         "arpo bench sandbox measures the tool service; more workers or a shorter time limit help",
         "grow_seconds",
-        "docs/tools.md",
+        "docs/guides/tools.md",
     )
 
 
@@ -257,7 +257,7 @@ def _failing_tools(trees: Sequence[Row]) -> Advice | None:
         f"{failed} of {calls} calls of the newest step ended in an error, a timeout or a refusal",
         "open a tree with tool errors below: its cards show arguments and answers",
         "tool status",
-        "docs/tools.md",
+        "docs/guides/tools.md",
     )
 
 

@@ -36,7 +36,7 @@ def test_failed_measurement_is_a_result_and_costs_no_other() -> None:
 
 
 def test_commands_are_those_of_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "gpu.md").read_text()
     help_text = CliRunner().invoke(app, ["--help"]).stdout
     for command in ("exact", "kernels", "update", "rollout", "push", "step"):
         assert f"arpo bench gpu {command}" in page

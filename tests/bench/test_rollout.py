@@ -42,7 +42,7 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     needless = on_policy["computed"] - on_policy["given"]
     assert needless <= on_policy["requests"]  # the last token of an otherwise cached prompt
     # Two tasks per step overlap less, and other load adds noise: the full benchmark is far from these bounds
-    # (docs/performance.md).
+    # (docs/reference/performance.md).
     assert found["speedup_heavy_tail"] > 1.2
     small, large = found["controller"]["sizes"]
     assert (small["trajectories"], large["trajectories"]) == (256, 2048)

@@ -51,7 +51,7 @@ def wait_for(what: str, condition: Callable[[], object], job: Job, every_s: floa
 
 
 def undocumented(row: dict[str, Any]) -> list[str]:
-    """Return the names in a row of metrics that docs/run-directory.md lacks."""
+    """Return the names in a row of metrics that docs/reference/run-directory.md lacks."""
     return sorted(set(row) - documented_metrics())
 
 

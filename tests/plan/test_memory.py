@@ -1,4 +1,4 @@
-"""The planner's memory matches the memory of a rank, as closely as docs/planning.md states."""
+"""The planner's memory matches the memory of a rank, as closely as docs/guides/planning.md states."""
 
 import json
 import os

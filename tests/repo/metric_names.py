@@ -1,9 +1,9 @@
-"""The names in the table of metrics of docs/run-directory.md."""
+"""The names in the table of metrics of docs/reference/run-directory.md."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-directory.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "run-directory.md"
 
 
 def documented_metrics() -> set[str]:

@@ -17,8 +17,8 @@ from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 from tests.repo.metric_names import documented_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ALGORITHMS = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
 POINTS = {
     "selector": ExtensionPoint.TASK_SELECTOR,
     "branching": ExtensionPoint.BRANCH_POLICY,
@@ -34,8 +34,8 @@ def test_generated_pages_are_up_to_date() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run `make docs`"
-    cluster = (ROOT / "docs" / "cluster.md").read_text()
+    assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == module.render(), "run `make docs`"
+    cluster = (ROOT / "docs" / "guides" / "cluster.md").read_text()
     assert cluster == module.render_profile(cluster), "run `make docs`"
     assert module.render_algorithms(ALGORITHMS) == ALGORITHMS, "run `make docs`"
 
@@ -59,7 +59,8 @@ def test_table_of_papers_names_presets_and_components_that_exist() -> None:
 
 
 def test_structure_page_has_every_package() -> None:
-    table = (ROOT / "docs" / "structure.md").read_text().partition("## Packages")[2].partition("## Glossary")[0]
+    page = (ROOT / "docs" / "internals" / "structure.md").read_text()
+    table = page.partition("## Packages")[2].partition("## Glossary")[0]
     package = ROOT / "arpo_megatron"
     folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
     assert folders | {path.name for path in package.glob("*.py")} - {"__init__.py"} == set(

@@ -1,4 +1,4 @@
-"""The package that docs/extending.md builds, taken from the page: installed, found by name, resolved, trained with."""
+"""The package that docs/guides/extending.md builds, taken from the page: installed, found, resolved, trained with."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ from arpo_megatron.trainer.batch import build_batches, finish_credit
 from tests.actor import cases
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text()
 LISTINGS = re.findall(r"`((?:src/)?[\w/]+\.(?:py|toml))`[^`]*?:\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 """(name, text) of each file that the page shows."""
 

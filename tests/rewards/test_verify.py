@@ -14,7 +14,7 @@ from arpo_megatron.rewards.math import verify
 from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers, math_equal
 from arpo_megatron.rewards.qa import token_f1
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "rewards.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "rewards.md"
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text().splitlines()]
 """(notation, whether both are equal, answer, expected), one notation after the other."""
 KNOWN_ERRORS = {
@@ -44,7 +44,7 @@ def test_math_pairs_are_graded_as_recorded() -> None:
     assert wrong == KNOWN_ERRORS
     assert sums[0] + sums[1] >= 300
     table = re.findall(r"^\| (?!notation|---).*\|$", PAGE.read_text().split("## Mathematics")[1].split("##")[0], re.M)
-    assert table == lines, "docs/rewards.md should say:\n" + "\n".join(lines)
+    assert table == lines, "docs/guides/rewards.md should say:\n" + "\n".join(lines)
 
 
 def test_answers_in_digits_never_reach_sympy(monkeypatch: pytest.MonkeyPatch) -> None:

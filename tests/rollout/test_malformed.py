@@ -1,4 +1,4 @@
-"""Any output of the model has a defined outcome (docs/concepts.md), and the tree has the engine's tokens."""
+"""Any output of the model has a defined outcome (docs/concepts/trees.md), and the tree has the engine's tokens."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Untrained agents are far from the ceiling on the tasks of the studies (docs/studies.md has the measured shares)."""
+"""Untrained agents are far from the ceiling on the tasks of the studies (shares: docs/guides/studies.md)."""
 
 import random
 from collections.abc import Mapping

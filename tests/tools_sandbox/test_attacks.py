@@ -318,7 +318,7 @@ def test_control_groups_count_cpu_time_of_short_children(
 ) -> None:
     client, service = attacked
     if "control groups: yes" not in service.stderr():
-        pytest.skip("without control groups nothing counts it (docs/security.md)")
+        pytest.skip("without control groups nothing counts it (docs/guides/security.md)")
     assert "CPU time" in client.call("python", {"code": SHORT}, timeout_s=12).text
 
 

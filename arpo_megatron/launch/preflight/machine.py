@@ -174,7 +174,7 @@ def check_isolation(config: JobConfig | None) -> CheckResult:
     reached = check.check_isolation(wanted)
     if not reached.sufficient:
         text = f"level {reached.level}, sandbox.isolation wants {wanted}: {reached.missing}"
-        return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/security.md)")
+        return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/guides/security.md)")
     return ok("sandbox", f"level {reached.level}, sandbox.isolation={wanted}")
 
 

@@ -1,5 +1,5 @@
 // The metrics that the run page draws: name in metrics.jsonl, label, unit, fixed range or logarithmic axis.
-// docs/run-directory.md explains all of them.
+// docs/reference/run-directory.md explains all of them.
 
 const m = (key, label, unit = "", more = {}) => ({ key, label, unit, ...more });
 const SHARE = { range: [0, 1] };

@@ -1,6 +1,6 @@
 """The attacks by family: those of `attacks.txt`, and those that plain text cannot express.
 
-Attacks on holes in the kernel or the processor are out of scope (docs/security.md).
+Attacks on holes in the kernel or the processor are out of scope (docs/guides/security.md).
 """
 
 from __future__ import annotations
