@@ -3,7 +3,8 @@
 A save writes into `step_N.tmp`: each rank its own files, then a manifest with the checksum of every file. The rename to
 `step_N` makes the checkpoint count. A save that fails earlier leaves older checkpoints as they were, and its `.tmp` is
 removed. Training waits only for the copy of the state to host memory. A thread on every rank writes and agrees with the
-other ranks over a separate gloo group, so a failure is known at the next step.
+other ranks over a separate gloo group, so a failure is known at the next step. A write that hangs is logged at
+intervals (`save_watch.py`).
 """
 
 import json
@@ -28,6 +29,7 @@ from arpo_megatron.actor.manifest import (
     record_file,
     write_manifest,
 )
+from arpo_megatron.actor.save_watch import INTERVAL_S, SaveWatch
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, kept
 from arpo_megatron.utils.atomic import flush, remove, replace_directory
@@ -126,10 +128,21 @@ class CheckpointStore:
         root: created if missing; leftovers of interrupted saves in it are removed.
         keep: number of newest checkpoints to keep.
         keep_every: also keep the checkpoints of every n-th step; 0 keeps none.
+        log: takes a line about a save that takes long, in a thread of rank 0.
+        log_every_s: interval of these lines in seconds.
     """
 
-    def __init__(self, root: Path, keep: int, keep_every: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        keep_every: int = 0,
+        *,
+        log: Callable[[str], None] = lambda line: None,
+        log_every_s: float = INTERVAL_S,
+    ) -> None:
         self.root = root
+        self._log, self._log_every_s = log, log_every_s
         self._keep = keep
         self._keep_every = keep_every
         self._writing: _Writing | None = None
@@ -169,12 +182,13 @@ class CheckpointStore:
             )
         state, started = json.dumps(crash_state), time.monotonic()
         partial = self.root / f"step_{step}.tmp"
+        watch = SaveWatch(partial, self._log, self._log_every_s)
         if error := _on_rank_zero(lambda: _make_empty(partial), "control"):
+            watch.end()
             self._note(SaveReport(step, time.monotonic() - started, error))
             return
-        self._writing = _Writing(
-            step, partial, actor.snapshot(partial / _ACTOR_DIRECTORY), state, files, self._commit, started
-        )
+        snapshot = actor.snapshot(partial / _ACTOR_DIRECTORY)
+        self._writing = _Writing(step, partial, snapshot, state, files, self._commit, started, watch)
 
     def reports(self) -> list[SaveReport]:
         """Return the results of saves that ended since the last call, without waiting."""
@@ -242,10 +256,11 @@ class _Writing:
         files: Mapping[str, Callable[[], bytes]],
         commit: Callable[[int, Path, list[FileRecord]], None],
         started: float,
+        watch: SaveWatch,
     ) -> None:
         self.report: SaveReport | None = None
         self._step, self._partial, self._snapshot = step, partial, snapshot
-        self._state, self._files, self._commit, self._started = state, files, commit, started
+        self._state, self._files, self._commit, self._started, self._watch = state, files, commit, started, watch
         # A daemon: a rank that fails must not wait for its disk.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -260,6 +275,7 @@ class _Writing:
             error = self._save()
         except Exception as lost:  # a member of the group has died; that rank logs why
             error = _reason(lost)
+        self._watch.end()
         self.report = SaveReport(self._step, time.monotonic() - self._started, error)
 
     def _save(self) -> str:
@@ -270,6 +286,7 @@ class _Writing:
             records = [record_file(path, self._partial) for path in files]
         except Exception as failure:
             error = _reason(failure)
+        self._watch.rank_has_written()
         parts = parallel.gather_objects((error, written, records), _GROUP)
         errors = [each for each, _, _ in parts if each]
         if not errors:

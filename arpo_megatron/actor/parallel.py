@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from arpo_megatron.actor import cpu_platform
 from arpo_megatron.config import ParallelConfig
@@ -25,6 +26,8 @@ Object = TypeVar("Object")
 
 _RANK_ZERO = 0
 _groups: dict[str, Any] = {}
+_board: Store = HashStore()
+"""The points that ranks have reached (`post`). A lone process has it in its memory."""
 
 
 def initialize(
@@ -53,6 +56,7 @@ def initialize(
     cpu_platform.install()
     from megatron.core import tensor_parallel
 
+    global _board  # noqa: PLW0603 - belongs to the process group, which is global as well
     torch.set_num_threads(_threads())
     if not torch.cuda.is_available():
         malloc.keep()
@@ -68,6 +72,7 @@ def initialize(
         world_size=world_size,
         timeout=timeout,
     )
+    _board = rank_store(rank(), world_size, timeout)
     create_groups(parallel, timeout_s=timeout_s)
     # Gloo on CUDA too: a rank that waits for the controller must not spin on its GPU.
     group("control", timeout_s=idle_timeout_s)
@@ -148,6 +153,17 @@ def gather_objects(obj: Object, name: str = "control") -> list[Object]:
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, obj, group=members)
     return box
+
+
+def post(name: str) -> None:
+    """Let rank 0 know that this rank has reached the point `name`; waits for no other rank."""
+    _board.set(f"{name}/{rank()}", "")
+
+
+def ranks_without(name: str) -> list[int]:
+    """Return the ranks that have not called `post(name)`."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return [each for each in range(ranks) if not _board.check([f"{name}/{each}"])]
 
 
 def reduce_over_targets(values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:

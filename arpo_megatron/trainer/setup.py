@@ -186,14 +186,18 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
     parallel.initialize(config.parallel, config.seed)
     is_rank_zero = parallel.is_rank_zero()
     events = EventLog(directory.events, enabled=is_rank_zero)
+
+    def note(text: str) -> None:
+        events.emit("note", text=text)
+
     start = start_model(config, directory, phase)
     train = config.train
     if phase == "sft":
         optimizer, updates = config.sft.optimizer, config.sft.steps
-        checkpoints = CheckpointStore(directory.sft_checkpoints, SFT_CHECKPOINTS_KEPT)
+        checkpoints = CheckpointStore(directory.sft_checkpoints, SFT_CHECKPOINTS_KEPT, log=note)
     else:
         optimizer, updates = config.optimizer, train.steps * config.algorithm.minibatches
-        checkpoints = CheckpointStore(directory.checkpoints, train.keep_checkpoints, train.keep_every)
+        checkpoints = CheckpointStore(directory.checkpoints, train.keep_checkpoints, train.keep_every, log=note)
     actor = Actor(
         config,
         ModelSpec.from_hf(start),

@@ -1,17 +1,22 @@
 """Checkpoints are whole or absent, and damage is reported."""
 
 import os
+import re
 import resource
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from arpo_megatron.actor import parallel
 from arpo_megatron.actor.checkpoint import MAX_FAILED_SAVES, CheckpointStore, newest_intact
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
+from tests.ranks import run_ranks
 
 
 @dataclass
@@ -199,6 +204,74 @@ def test_failing_saves_stop_the_run_only_after_several_in_a_row(tmp_path):
             saved(store, 99)  # one that succeeds restarts the count
     with pytest.raises(UserError, match="3 checkpoints in a row could not be saved \\(File too large\\): fix"):
         store.save(100, Weights(1), {})
+
+
+@dataclass
+class Fifo:
+    """A state whose write waits in the kernel until someone reads, as a write to a lost file server does."""
+
+    path: Path
+
+    def snapshot(self, directory: Path) -> "Fifo":
+        return self
+
+    def write(self):
+        self.path.write_text("x")
+        return 1, []
+
+    def finish(self, written):
+        return []
+
+
+def read_when(fifo: Path, lines: list[str], ready: Callable[[], bool]) -> Callable[[str], None]:
+    """Return a log that keeps its lines, and reads `fifo` once when `ready`."""
+    read = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if not read and ready():
+            read.append(fifo.read_text())
+
+    return log
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["training waits", "training continues"])
+def test_hung_write_is_reported_at_intervals_until_it_ends(tmp_path, capfd, wait):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    lines: list[str] = []
+    store = CheckpointStore(
+        tmp_path / "checkpoints", keep=2, log=read_when(fifo, lines, lambda: len(lines) == 3), log_every_s=0.01
+    )
+    store.save(4, Fifo(fifo), {})
+    if wait:
+        store.finish()
+    while not (reports := store.reports()):
+        time.sleep(0.01)
+    assert not reports[0].error and names(store.root) == ["step_4"]
+    text = rf"{store.root}/step_4\.tmp is not written after \d+ s: rank 0 is still writing; check this file system"
+    assert len(lines) >= 3 and all(re.fullmatch(text, line) for line in lines)
+    assert capfd.readouterr().err.splitlines()[:3] == lines[:3]
+
+
+def save_with_hung_rank(root: Path) -> None:
+    """Save on ranks of which only the last one's write hangs, until rank 0 has reported this one alone."""
+    parallel.initialize(ParallelConfig(data=3), seed=1)
+    fifo, lines = root / "fifo", []
+    store = CheckpointStore(
+        root / "checkpoints", keep=2, log=read_when(fifo, lines, lambda: "rank 2 is" in lines[-1]), log_every_s=0.1
+    )
+    for step in (1, 2):  # what the ranks posted for one save does not count for the next
+        hangs = step == 2 and parallel.rank() == 2
+        store.save(step, Fifo(fifo) if hangs else Weights(step), {})
+        store.finish()
+    assert [report.error for report in store.reports()] == ["", ""]
+    assert bool(lines) == parallel.is_rank_zero()
+    parallel.destroy()
+
+
+def test_report_of_a_hung_write_names_the_ranks(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    run_ranks(save_with_hung_rank, tmp_path, ranks=3)
 
 
 def test_repeated_step_replaces_its_checkpoint(tmp_path):
