@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,11 @@ _END_S = 10.0
 """Seconds for a worker to stop its tools and end, before it is killed."""
 _CANCEL_GRACE_S = 3.0
 """Seconds for a worker to confirm that a cancelled call has ended. After that it counts as hung and is replaced."""
-_DEATHS_TO_SUSPECT, _DEATHS_TO_GIVE_UP = 2, 3
-"""Unexplained worker deaths during a call until the call runs alone in a worker, and until it is given up."""
 _MAX_PAUSE_S = 5.0
 
 
 class _WorkerDied(Exception):  # noqa: N818 - a state
-    """The worker of a call has died. blamed: another call is known to be the cause."""
-
-    def __init__(self, *, blamed: bool) -> None:
-        super().__init__("its worker died")
-        self.blamed = blamed
+    """The worker of a call has died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +44,6 @@ class _Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pending: dict[int, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
-    hung: bool = False
-    reserved: bool = False
-    """A suspect has this worker to itself, so it takes no other calls."""
 
 
 class WorkerPool:
@@ -67,8 +58,7 @@ class WorkerPool:
         self._wanted = config.workers
         self._workers: list[_Worker] = []
         self._changed = asyncio.Condition()
-        """Notified when a worker comes or goes, or has finished a call."""
-        self._suspects = asyncio.Lock()
+        """Notified when a worker has started, and when the pool stops."""
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
         self._starting: set[subprocess.Popen[bytes]] = set()
@@ -88,57 +78,33 @@ class WorkerPool:
         await asyncio.gather(*(self._add_worker() for _ in range(self._wanted)))
 
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, *, repeatable: bool) -> ToolResult:
-        """Run a call on the least busy worker. If the worker dies and the tool is `repeatable`, run it on another.
+        """Run a call on the least busy worker. If it dies and the tool is `repeatable`, run the call once more.
 
         Raises ToolBroken if the tool failed and the call is not the cause. If the awaiting task is cancelled, so is the
         call.
         """
-        deadline, deaths = time.monotonic() + timeout_s, 0
-        while True:
+        deadline, tries = time.monotonic() + timeout_s, 2 if repeatable else 1
+        while tries:
+            tries -= 1
             left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(left_s), self._worker(alone=deaths >= _DEATHS_TO_SUSPECT) as worker:
-                    result = await self._run_on(worker, tool, arguments, left_s)
+                async with asyncio.timeout(left_s):
+                    result = await self._run_on(await self._least_busy(), tool, arguments, left_s)
             except TimeoutError:
                 return ToolResult("timeout", f"Time limit exceeded: {tool} did not finish within {timeout_s:g} s.")
-            except _WorkerDied as error:
-                deaths += not error.blamed
-                if deaths >= _DEATHS_TO_GIVE_UP or not repeatable:
-                    raise ToolBroken(f"{tool}: its worker died") from error
+            except _WorkerDied:
                 continue
             if result is None:
                 raise ToolBroken(f"{tool}: see the log")
             return result
+        raise ToolBroken(f"{tool}: its worker died")
 
-    @contextlib.asynccontextmanager
-    async def _worker(self, *, alone: bool) -> AsyncIterator[_Worker]:
-        """Yield the least busy worker. alone: with no other call in it, so that the cause of its death is known."""
-        if not alone:
-            yield await self._wait_for(self._least_busy)
-            return
-        async with self._suspects:
-            worker = await self._wait_for(self._least_busy)
-            worker.reserved = True
-            try:
-                await self._wait_for(lambda: worker if not worker.pending else None)
-                yield worker
-            finally:
-                worker.reserved = False
-                await self._notify()
-
-    def _least_busy(self) -> _Worker | None:
-        free = [worker for worker in self._workers if not worker.reserved]
-        return min(free, key=lambda worker: len(worker.pending), default=None)
-
-    async def _wait_for(self, find: Callable[[], _Worker | None]) -> _Worker:
-        found = find()
-        if found is None:
-            async with self._changed:
-                while (found := find()) is None:
-                    if self._stopping:
-                        raise ToolBroken("the service is shutting down")
-                    await self._changed.wait()
-        return found
+    async def _least_busy(self) -> _Worker:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._workers or self._stopping)
+        if self._stopping:
+            raise ToolBroken("the service is shutting down")
+        return min(self._workers, key=lambda worker: len(worker.pending))
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -147,8 +113,6 @@ class WorkerPool:
     async def _run_on(
         self, worker: _Worker, tool: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> ToolResult | None:
-        if worker not in self._workers:  # it died while this call waited for the others to finish
-            raise _WorkerDied(blamed=True)
         number = next(self._numbers)
         future = worker.pending[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "tool": tool, "arguments": dict(arguments), "timeout_s": timeout_s}
@@ -171,7 +135,6 @@ class WorkerPool:
             return
         log.warning("a worker hangs in a call and is replaced", extra={"pid": worker.process.pid})
         del worker.pending[number]
-        worker.hung = True
         worker.process.kill()
 
     async def _add_worker(self) -> None:
@@ -219,13 +182,10 @@ class WorkerPool:
             if future is not None and not future.done():
                 result = message["result"]
                 future.set_result(None if result is None else ToolResult(*result))
-            if worker.reserved and not worker.pending:
-                await self._notify()
         self._workers.remove(worker)
         for future in worker.pending.values():
-            future.set_exception(_WorkerDied(blamed=worker.hung))
+            future.set_exception(_WorkerDied)
         worker.pending.clear()
-        await self._notify()
         await _end(worker.process, worker.writer)
         if not self._stopping:
             log.warning("a worker died", extra={"pid": worker.process.pid, "code": worker.process.returncode})
