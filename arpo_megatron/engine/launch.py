@@ -188,7 +188,7 @@ def engine_service(
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.engine.server.main", *_arguments(sglang_options), *_FLAGS],
         log=log_path,
-        environment=_environment(scratch, placement, engine.replicas, host) | _token_variable(token),
+        environment=_environment(scratch, placement, engine, host) | _token_variable(token),
         startup_timeout_s=engine.startup_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
         alive=HEALTH_PATH,  # 7 ms on a CPU
@@ -298,7 +298,7 @@ def _token_variable(token: str | None) -> dict[str, str]:
     return {ENGINE_TOKEN_VARIABLE: token or ""}
 
 
-def _environment(scratch: Path, placement: Placement, replicas: int, host: str) -> dict[str, str]:
+def _environment(scratch: Path, placement: Placement, engine: EngineConfig, host: str) -> dict[str, str]:
     # If the launcher is itself a trainer, its settings are not for the engine. Its CUDA memory saver, for example,
     # rejects segments that grow.
     trainers = trainer_environment("auto" if placement.gpus else "cpu").items()
@@ -317,12 +317,22 @@ def _environment(scratch: Path, placement: Placement, replicas: int, host: str) 
         # SGLang compiles the repetition penalty, an element-wise product. On a CPU that is a minute of C++ compilation
         # during a request.
         environment["TORCH_COMPILE_DISABLE"] = "1"
+        if engine.tensor > 1:  # SGLang's default is one rank per NUMA node, and it refuses more ranks than nodes
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_per_rank(sorted(os.sched_getaffinity(0)), engine.tensor)
     # Half of the cores for the schedulers, which decode; the rest for servers, detokenizers and the trainer.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * replicas))))
+    ranks = engine.replicas * engine.tensor
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * ranks))))
     # If this process is a trainer rank, its rendezvous is not the engine's.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return environment
+
+
+def _cores_per_rank(cores: Sequence[int], ranks: int) -> str:
+    """Divide cores among an engine's ranks in SGLang's notation, `0,1|2,3`; ranks share cores if there are too few."""
+    share = max(1, len(cores) // ranks)
+    starts = (rank * share % len(cores) for rank in range(ranks))
+    return "|".join(",".join(map(str, cores[start : start + share])) for start in starts)
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", spec: ServiceSpec) -> None:

@@ -85,8 +85,6 @@ def check_machine(config: JobConfig) -> None:
     """
     gpus = gpu_count(config.platform)
     if not gpus:
-        if config.engine.tensor > 1:
-            raise UserError(f"engine.tensor={config.engine.tensor}: an engine on a CPU has one rank")
         if config.model.fp8 != "none":
             raise UserError(f"model.fp8={config.model.fp8} needs a GPU, but torch finds none")
         if config.engine.quantization != "none":

@@ -128,8 +128,6 @@ def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
 def _on_cpus(config: JobConfig, nodes: int) -> NodeLayout:
     """Return a layout with the ranks divided evenly among the first nodes."""
     ranks, engine = config.parallel.world_size, config.engine
-    if engine.tensor > 1:
-        raise UserError(f"engine.tensor={engine.tensor}: an engine on a CPU has one rank")
     if nodes > max(ranks, engine.replicas + 1):
         raise UserError(f"{nodes} nodes are too many for {ranks} trainer rank(s) and {engine.replicas} engine(s)")
     trainer_nodes = min(nodes, ranks)

@@ -59,7 +59,6 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["export", "nowhere", "--out", "out"], "not a run directory"),
         (["trees", "nowhere"], "not a run directory"),
         (["train", "reasoning_tiny", f"data.path={__file__}"], "not a readable parquet file"),
-        (["train", "quickstart", "engine.tensor=8"], "an engine on a CPU has one rank"),
     ],
 )
 def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[str], line: str, tmp_path: Path) -> None:

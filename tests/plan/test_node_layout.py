@@ -110,7 +110,6 @@ def test_cpu_ranks_are_divided_among_nodes() -> None:
         ({"placement": "split", "replicas": 8}, 8, 3, "use --nodes 2"),
         ({"placement": "colocated", "replicas": 9}, 8, None, "lower engine.replicas"),
         ({}, 3, None, "cannot be divided among nodes of 3 GPUs"),
-        ({"tensor": 2}, 0, None, "an engine on a CPU has one rank"),
         ({}, 0, 16, "16 nodes are too many for 8 trainer"),
         ({}, 0, 3, "cannot be divided evenly"),
     ],

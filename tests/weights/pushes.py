@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 BUCKET_BYTES = 20_000
 TINY_BUCKET_BYTES = 3_000
 """All projections, and the embedding, come in blocks."""
-SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
+SIZES = EngineConfig(tensor=2, max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
 NORM = ("model.norm.weight", torch.ones(32))
 
 

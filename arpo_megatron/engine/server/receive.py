@@ -13,7 +13,7 @@ SGLang by itself receives a bucket into new memory, waits for it, and copies it 
   overtake each other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
@@ -38,10 +38,11 @@ def register_hooks() -> None:
     """Register the hook of the weight updater in this process; SGLang's `load_plugins` applies it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if find_spec("sglang.srt.model_executor.model_runner_components") is None:
-        HookRegistry.register(_OLDER_RECEIVER, _receive_in_runner, HookType.REPLACE)
-    else:
-        HookRegistry.register(_RECEIVER, _receive, HookType.REPLACE)
+    older = find_spec("sglang.srt.model_executor.model_runner_components") is None
+    receiver = _OLDER_RECEIVER if older else _RECEIVER
+    HookRegistry.register(receiver, _receive_in_runner if older else _receive, HookType.REPLACE)
+    for way in ("distributed", "tensor", "disk"):
+        HookRegistry.register(f"{receiver.rpartition('_')[0]}_{way}", _agree, HookType.AROUND)
 
 
 def whole_parameters(
@@ -150,6 +151,18 @@ def _receive_in_runner(runner: Any, *args: Any, **kwargs: Any) -> tuple[bool, st
         _model_update_group=runner._model_update_group,
     )
     return _receive(updater, *args, **kwargs)
+
+
+def _agree(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Answer for all ranks of the engine: SGLang answers when its first rank has finished, and only for that rank."""
+    from sglang.srt.distributed import get_tp_group
+
+    mine = original(*args, **kwargs)
+    group = get_tp_group().cpu_group
+    answers = [mine] * group.size()
+    if len(answers) > 1:
+        dist.all_gather_object(answers, mine, group=group)
+    return next((answer for answer in answers if not answer[0]), mine)
 
 
 def _targets_or_none(
