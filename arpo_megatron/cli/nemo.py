@@ -8,8 +8,13 @@
     nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10
     nemorun arpo train "job=quickstart(preset='grpo')"
 
-nemo-run builds a `JobConfig` from such a config; it is validated like a config of the command line. Importing nemo-run
-takes seconds, so no other module imports this one.
+    with run.Experiment("search") as experiment:
+        experiment.add(run.Partial(train, job=job), executor=run.SlurmExecutor(...))
+        experiment.run()
+
+nemo-run builds a `JobConfig` from such a config; it is validated like a config of the command line. An executor with
+several tasks starts one job (`cluster/executor_tasks.py`). Importing nemo-run takes seconds, so no other module imports
+this one.
 """
 
 import dataclasses
@@ -17,19 +22,41 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path, PosixPath
 from typing import Any
 
 import nemo_run as run
+import yaml
+from fiddle import daglish
 from nemo_run.cli import cli_parser
+from nemo_run.core.serialization.yaml import _config_representer
 
+from arpo_megatron.cluster import executor_tasks
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RUNS
 
 # nemo-run 0.11.1 can parse Optional[Path], but not Path | None.
 cli_parser.type_parser.register_parser(types.UnionType)(cli_parser.type_parser.parse_union)
 
+# Its serializers refuse paths. A path is written as the one value that makes it.
+daglish.register_node_traverser(
+    PosixPath,
+    flatten_fn=lambda path: ((str(path),), None),
+    unflatten_fn=lambda values, _: Path(*values),
+    path_elements_fn=lambda _: (daglish.Index(0),),
+)
+yaml.SafeDumper.add_representer(PosixPath, lambda dumper, path: dumper.represent_str(str(path)))
+
 Factory = Callable[..., "run.Config[JobConfig]"]
+
+
+class JobRecipe(run.Config[JobConfig]):  # type: ignore[misc]  # nemo-run has no types
+    """A `run.Config` of a job. Reading one from a file imports this module before it reaches the first path."""
+
+
+yaml.SafeDumper.add_representer(JobRecipe, _config_representer)
 
 
 def configured(value: Any) -> Any:
@@ -80,7 +107,7 @@ def _factory(name: str) -> Factory:
         overrides = [f"algorithm.name={preset}"] if preset else []
         job = resolve.resolve("+".join([name, *filter(None, variants.split("+"))]), overrides=overrides)
         sections = {field.name: configured(getattr(job, field.name)) for field in dataclasses.fields(job)}
-        return run.Config(checked, laid_preset=job.algorithm.name, **sections)
+        return JobRecipe(checked, laid_preset=job.algorithm.name, **sections)
 
     recipe.__name__ = recipe.__qualname__ = name
     recipe.__doc__ = importlib.import_module(f"arpo_megatron.recipes.{name}").__doc__
@@ -93,17 +120,32 @@ factories: Mapping[str, Factory] = {name: _factory(name) for name in resolve.rec
 
 
 def train(job: JobConfig, resume: bool = False) -> None:
-    """Train a recipe on this machine: the cold start if it has one, the ARPO loop, and the export."""
+    """Train a recipe: the cold start if it has one, the ARPO loop, and the export.
+
+    The job runs on this machine, or on all nodes of the allocation of a Slurm executor.
+    """
     from arpo_megatron.launch.job import run_job
 
-    run_job(resolve.with_overrides(job, ()), resume=resume)
+    _start(job, resume, run_job)
 
 
 def sft(job: JobConfig, resume: bool = False) -> None:
-    """Run only the cold start of a recipe and export the model."""
+    """Run only the cold start of a recipe and export the model, on one machine."""
     from arpo_megatron.launch.job import run_sft
 
-    run_sft(resolve.with_overrides(job, ()), resume=resume)
+    _start(job, resume, run_sft)
+
+
+def _start(job: JobConfig, resume: bool, on_this_machine: Callable[..., object]) -> None:
+    job = resolve.with_overrides(job, ())
+    nodes = executor_tasks.nodes_of_executor()
+    if nodes > 1 and on_this_machine.__name__ == "run_sft" and not job.sft_only:
+        raise UserError(f"arpo sft takes one node, and this executor has {nodes}: set its nodes to 1")
+    with executor_tasks.first_task((job.run_dir.parent if job.run_dir else RUNS).absolute()) as first:
+        if first and nodes > 1:
+            executor_tasks.run_on_allocation(job, resume=resume)
+        elif first:
+            on_this_machine(job, resume=resume)
 
 
 run.cli.entrypoint(namespace="arpo", help="Train a recipe on this machine, like `arpo train`.")(train)

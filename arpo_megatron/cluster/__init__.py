@@ -13,6 +13,7 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |
 | `backend` | srun commands for the processes of a job |
+| `executor_tasks` | a job that the tasks of a nemo-run executor start together |
 | `rank` | a trainer rank's environment from Slurm's variables |
 | `runs` | `arpo status`, `logs`, `health` and `cancel` |
 | `ssh` | the same commands on a login node that is reached over SSH |

@@ -68,6 +68,19 @@ class Submission:
         """Name for Slurm. All jobs of a run have it, so `--dependency=singleton` runs one at a time."""
         return f"arpo-{self.run.path.name}"
 
+    def record(self, jobs: Sequence[str], job_name: str, code: Code | None = None) -> dict[str, Any]:
+        """Return the record of the submission of `jobs` with `code` (None: unknown), as `submissions_of` reads it."""
+        return {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "jobs": list(jobs),
+            "job_name": job_name,
+            "commit": code.commit if code else "unknown",
+            "tree": code.tree if code else None,
+            "changed": code is not None and bool(code.diff),
+            "layout": asdict(self.layout),
+            "auto": list(self.auto),
+        }
+
 
 def prepare_submission(
     config: JobConfig, profile: ClusterProfile, *, nodes: int | None, chain: int = 1, resume: bool = False
@@ -221,7 +234,7 @@ def _submit_links(submission: Submission, code: Code, record: Path, jobs: list[s
             # An interrupt before Slurm's answer would leave a job that `arpo status` and `arpo cancel` do not know.
             with interrupts_held_back():
                 jobs.append(_submit_one(submission, code))
-                write_json(record, _record(submission, code, jobs))
+                write_json(record, submission.record(jobs, submission.job_name, code))
             if not submission.profile.requeue:
                 # nemo-run calls `sbatch --requeue`, which has precedence over the script.
                 slurm.call("scontrol", "update", f"JobId={jobs[-1]}", "Requeue=0")
@@ -239,19 +252,6 @@ def _submit_one(submission: Submission, code: Code) -> str:
         except Exception as error:
             raise UserError(f"sbatch refused the job: {_refusal(error)}") from None
         return str(experiment.jobs[0].handle).rpartition("/")[2]
-
-
-def _record(submission: Submission, code: Code, jobs: list[str]) -> dict[str, Any]:
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "jobs": jobs,
-        "job_name": submission.job_name,
-        "commit": code.commit,
-        "tree": code.tree,
-        "changed": bool(code.diff),
-        "layout": asdict(submission.layout),
-        "auto": list(submission.auto),
-    }
 
 
 def _cancel_accepted(submission: Submission, jobs: list[str], error: BaseException) -> BaseException:

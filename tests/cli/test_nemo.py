@@ -34,6 +34,22 @@ def test_factory_builds_the_recipe_and_accepts_changes() -> None:
         fiddle.build(job)
 
 
+def test_every_recipe_survives_nemo_runs_serializers() -> None:
+    import nemo_run as run
+    from nemo_run.core.serialization.yaml import YamlSerializer
+    from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+    from arpo_megatron.cli import nemo
+
+    for factory in nemo.factories.values():
+        job = factory()
+        job.model.path = Path("/models/mine")
+        for function in (nemo.train, nemo.sft):
+            task = run.Partial(function, job=job)
+            assert ZlibJSONSerializer().deserialize(ZlibJSONSerializer().serialize(task)) == task
+            assert "path: /models/mine\n" in YamlSerializer().serialize(task)
+
+
 def test_factory_applies_a_preset_and_refuses_a_later_change_of_its_name() -> None:
     import fiddle
 

@@ -1,0 +1,118 @@
+"""A job that the tasks of a nemo-run executor start together: one of them runs it, and the others wait for its end.
+
+nemo-run starts a function once per task (`ntasks_per_node` x `nodes`, or the ranks of its torchrun and fault-tolerance
+launchers). The processes of a job are started by the job itself, so one task is enough. The others must stay until the
+end: nemo-run's `srun --wait=60` ends a step a minute after its first task.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from arpo_megatron.cluster.profile import ClusterProfile, save_profile
+from arpo_megatron.cluster.submissions import submissions_of
+from arpo_megatron.cluster.submit import prepare_submission
+from arpo_megatron.cluster.supervise import supervise
+from arpo_megatron.config import JobConfig
+from arpo_megatron.config.io import save_config
+from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.placement import gpu_count
+from arpo_megatron.jobs import run_directory
+from arpo_megatron.utils.atomic import write_json
+
+_NUMBER = ("RANK", "SLURM_PROCID")
+_TASKS_OF = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+"""Variables that name the tasks which were started together."""
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a launcher's ranks. Processes of the job would take themselves for such a rank."""
+_POLL_S = 0.5
+_LEAVE_S = 30.0
+"""How long the first task waits for the others at the end."""
+
+
+@contextmanager
+def first_task(folder: Path) -> Iterator[bool]:
+    """Yield True in the first task of an executor. In the others, wait until that block has ended and yield False.
+
+    Args:
+        folder: directory that all tasks share.
+    """
+    number = next((int(os.environ[name]) for name in _NUMBER if name in os.environ), 0)
+    names = [os.environ[name] for name in _TASKS_OF if name in os.environ]
+    for name in _OF_A_RANK:
+        os.environ.pop(name, None)
+    if not names:  # no launcher
+        yield True
+        return
+    here = folder / f".tasks-{'-'.join(names)}".replace("/", "-")
+    here.mkdir(parents=True, exist_ok=True)
+    ended = here / "ended"
+    if number:
+        (waiting := here / str(number)).touch()
+        while not ended.exists():
+            time.sleep(_POLL_S)
+        waiting.unlink()
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        ended.touch()
+        deadline = time.monotonic() + _LEAVE_S
+        while len(list(here.iterdir())) > 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        shutil.rmtree(here, ignore_errors=True)
+
+
+def nodes_of_executor() -> int:
+    """Return the number of nodes of the Slurm allocation around this process; 1 outside Slurm."""
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+
+def run_on_allocation(config: JobConfig, *, resume: bool) -> None:
+    """Run a job on all nodes of the allocation that a nemo-run executor made, with this task as the supervisor.
+
+    Raises:
+        UserError: the job does not fit the nodes, or srun is missing, as in a container.
+        SystemExit: the job failed; its code is the exit code of the supervisor.
+    """
+    if shutil.which("srun") is None:
+        raise UserError(
+            "srun is not on the PATH of this task, and a job on several nodes starts its processes with it: "
+            "run the executor without container_image, or use arpo submit"
+        )
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or gpu_count(config.platform))
+    # `gres` fits an allocation however its GPUs were requested.
+    where = (config.run_dir or Path.cwd() / run_directory.RUNS).absolute()
+    profile = ClusterProfile(
+        account=os.environ.get("SLURM_JOB_ACCOUNT", "none"),
+        runs=where.parent if config.run_dir else where,
+        gpus_per_node=gpus,
+        gpu_request="gres" if "SLURM_GPUS_ON_NODE" in os.environ else "none",
+        python=Path(sys.executable),
+        requeue=False,
+    )
+    submission = prepare_submission(config, profile, nodes=nodes_of_executor(), resume=resume)
+    run = submission.run
+    if not resume:
+        run_directory.fresh(submission.config)
+    save_config(submission.config, run.config)
+    run.logs.mkdir(exist_ok=True)
+    run.submissions.mkdir(exist_ok=True)
+    save_profile(profile, run.cluster)
+    write_json(
+        run.submissions / f"{len(submissions_of(run)) + 1}.json",
+        submission.record([os.environ["SLURM_JOB_ID"]], os.environ.get("SLURM_JOB_NAME", "")),
+    )
+    if code := supervise(run.path, ()):
+        raise SystemExit(code)

@@ -1,0 +1,104 @@
+"""Jobs started by nemo-run's own executors: one job however many tasks the executor has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.onebox import ROOT, TINY, Job, Onebox
+
+SHARE = """
+import sys, time
+from pathlib import Path
+from arpo_megatron.cluster.executor_tasks import first_task
+folder = Path(sys.argv[1])
+with first_task(folder) as first:
+    if first:
+        time.sleep(0.5)
+        with (folder / "runs").open("a") as file: file.write("one\\n")
+print(first, (folder / "runs").exists())
+"""
+EXPERIMENT = """
+import sys
+import nemo_run as run
+from arpo_megatron.cli.nemo import factories, train
+from arpo_megatron.jobs import resolve
+from pathlib import Path
+
+job = factories["quickstart"]()
+job.run_dir = Path(sys.argv[2])
+for key, value in (each.split("=") for each in sys.argv[3:]):
+    section, _, name = key.rpartition(".")
+    setattr(getattr(job, section) if section else job, name, resolve.parse_value(value))
+if sys.argv[1] == "slurm":
+    executor = run.SlurmExecutor(
+        account="root", partition="batch", nodes=2, ntasks_per_node=3, mem=None, time="00:20:00",
+        tunnel=run.LocalTunnel(job_dir=""), packager=run.Packager(), container_image=None,
+        env_vars={"PYTHONPATH": sys.path[0]},
+    )
+else:
+    executor = run.LocalExecutor(ntasks_per_node=3, launcher="torchrun")
+with run.Experiment("job", clean_mode=True) as experiment:
+    experiment.add(run.Partial(train, job=job), executor=executor, name="job", tail_logs=False)
+    experiment.run(detach=sys.argv[1] == "slurm")
+"""
+
+
+def test_one_of_an_executors_tasks_runs_the_job_and_the_others_wait(tmp_path: Path) -> None:
+    def start(number: int, names: dict[str, str]) -> "subprocess.Popen[str]":
+        environment = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [sys.executable, "-c", SHARE, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    tasks = [start(number, {**slurm, "SLURM_PROCID": str(number)}) for number in (2, 1, 0)]
+    assert [task.communicate(timeout=120)[0].split() for task in tasks] == [["False", "True"]] * 2 + [["True", "True"]]
+    assert (tmp_path / "runs").read_text() == "one\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "the tasks must leave no files"
+
+
+def train(box: Onebox, kind: str, name: str, *overrides: str) -> Path:
+    """Run an experiment of nemo-run and return the run directory."""
+    pytest.importorskip("nemo_run", reason="nemo-run is not installed (the `slurm` extra)")
+    home = box.runs / f"{name}-home"
+    home.mkdir()
+    script = home / "experiment.py"
+    script.write_text(EXPERIMENT)
+    path = f"{Path(sys.executable).parent}:{box.environment['PATH']}"  # nemo-run starts `python`
+    done = subprocess.run(
+        [sys.executable, str(script), kind, str(box.runs / name), *TINY, "sft.steps=0", "train.steps=1", *overrides],
+        env={**box.environment, "NEMORUN_HOME": str(home), "PATH": path},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return box.runs / name
+
+
+@pytest.mark.slurm_campaign
+@pytest.mark.timeout(900)
+def test_local_executor_with_several_tasks_trains_one_run(box: Onebox) -> None:
+    run = train(box, "local", "local")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (run / "export" / "model.safetensors").exists()
+    assert not list(box.runs.glob("local-2"))
+
+
+@pytest.mark.slurm_campaign
+@pytest.mark.timeout(900)
+def test_slurm_executor_with_several_tasks_trains_one_run_on_all_its_nodes(box: Onebox) -> None:
+    run = train(box, "slurm", "executor")
+    (number,) = box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split()
+    job = Job(box, run, [number])
+    job.wait_for("training", lambda: job.in_phase("rollout", 0))
+    ranks = job.processes("arpo_megatron.cluster.rank")
+    assert sorted(rank.environ()["SLURMD_NODENAME"] for rank in ranks) == ["n1", "n2"]
+    assert job.end() == "COMPLETED", str(job)
+    assert [row["step"] for row in job.rows()] == [1]
+    assert f"job {number} COMPLETED" in box.arpo("status", str(run))
+    assert not list(box.runs.glob(".tasks-*")) and job.nothing_is_left()
