@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine import launch
 from arpo_megatron.engine.server import checksums, gate, receive
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
@@ -68,11 +69,11 @@ def test_model_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engine_environment_has_no_variables_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in trainer_environment("auto").items():
         monkeypatch.setenv(name, value)
-    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), replicas=1, host="127.0.0.1")
+    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), EngineConfig(), "127.0.0.1")
     assert int(environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 2**30
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")  # somebody's own choice
     assert "PYTORCH_CUDA_ALLOC_CONF" in launch._environment(
-        tmp_path, Placement(1, 0, shared=True), replicas=1, host="127.0.0.1"
+        tmp_path, Placement(1, 0, shared=True), EngineConfig(), "127.0.0.1"
     )
