@@ -24,9 +24,9 @@ def main() -> None:
     """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
     try:
         interrupt_on_signals()
-        from arpo_megatron.cli.main import app
+        from arpo_megatron.cli.main import run_command
 
-        app()
+        sys.exit(run_command(sys.argv[1:]))
     except UserError as error:
         print(f"arpo: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)

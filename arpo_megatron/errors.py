@@ -16,5 +16,6 @@ class StoppedError(Exception):
 
 def did_you_mean(word: str, names: Sequence[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return "; did you mean {prefix}NAME?" for the closest name, or "" if none reaches the similarity `cutoff`."""
-    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(word, names, n=4, cutoff=cutoff)
+    near.sort(key=lambda name: sorted(name) != sorted(word))  # swapped letters are the likeliest slip
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""`arpo submit`, `status`, `logs`, `cancel`, `resume` and `doctor`: runs on a cluster, addressed by name."""
+"""`arpo submit`, `cancel`, `resume` and `doctor`: runs on a cluster, addressed by name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.options import ConfigFile, Overrides, Recipe
+from arpo_megatron.cli.options import ClusterOfRun, ConfigFile, DryRun, Overrides, Panel, Recipe, next_command
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -18,10 +18,6 @@ app = typer.Typer()
 
 Cluster = Annotated[str, typer.Option(help="Cluster profile: a name in slurm/clusters, or a YAML file.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a submitted run.")]
-ClusterOfRun = Annotated[
-    str | None,
-    typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),
-]
 Nodes = Annotated[
     int | None, typer.Option(min=1, help="Number of nodes; default: the profile's, else the fewest that fit the job.")
 ]
@@ -31,7 +27,7 @@ Chain = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.CLUSTER)
 def submit(
     recipe: Recipe,
     cluster: Cluster,
@@ -40,9 +36,7 @@ def submit(
     nodes: Nodes = None,
     chain: Chain = 1,
     force: Force = False,
-    dryrun: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script and the node layout, then stop.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a recipe on a Slurm cluster, in one allocation for tool service, engines and trainer.
 
@@ -51,14 +45,14 @@ def submit(
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.ssh import run_on_login_node
 
-    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dry-run": dryrun}
+    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dry-run": dry_run}
     run_on_login_node(cluster, "submit", recipe, *(overrides or ()), **options)
     profile = load_profile(cluster)
     job = _resolved(recipe, profile, nodes or profile.nodes, overrides or (), config)
-    _submit(job, profile, nodes=nodes, chain=chain, force=force, dryrun=dryrun)
+    _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run)
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.CLUSTER)
 def resume(
     run: Run,
     overrides: Overrides = None,
@@ -69,6 +63,7 @@ def resume(
     nodes: Nodes = None,
     chain: Chain = 1,
     force: Force = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Submit a run again with the current code. It continues from its newest complete checkpoint.
 
@@ -81,7 +76,8 @@ def resume(
     from arpo_megatron.cluster.submissions import config_before_auto
     from arpo_megatron.plan.nodes import scale_to_nodes
 
-    run_on_login_node(cluster, "resume", run, *(overrides or ()), nodes=nodes, chain=chain, force=force)
+    options = {"nodes": nodes, "chain": chain, "force": force, "dry-run": dry_run}
+    run_on_login_node(cluster, "resume", run, *(overrides or ()), **options)
     directory = runs.find_run(run, cluster)
     profile = load_profile(cluster or str(directory.cluster))
     explicit = resolve.explicit_keys(resolve.override_layers(overrides or ()))
@@ -92,7 +88,7 @@ def resume(
         job = scale_to_nodes(job, nodes, gpus, keep=explicit)
     elif nodes is None and not (gpus and _layout(job) != _layout(before)):
         nodes = runs.nodes_of(directory)
-    _submit(job, profile, nodes=nodes, chain=chain, force=force, resuming=True)
+    _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run, resuming=True)
 
 
 def _layout(job: JobConfig) -> tuple[object, ...]:
@@ -121,56 +117,24 @@ def _submit(
     nodes: int | None,
     chain: int,
     force: bool,
-    dryrun: bool = False,
+    dry_run: bool = False,
     resuming: bool = False,
 ) -> None:
+    from arpo_megatron.cluster import submit as submitting
     from arpo_megatron.cluster.runs import address
-    from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit_jobs
 
-    submission = prepare_submission(job, profile, nodes=nodes, chain=chain, resume=resuming)
-    if dryrun:
-        print(dry_run(submission))
+    submission = submitting.prepare_submission(job, profile, nodes=nodes, chain=chain, resume=resuming)
+    if dry_run:
+        print(submitting.dry_run(submission))
         return
-    jobs = submit_jobs(submission, force=force)
+    jobs = submitting.submit_jobs(submission, force=force)
     run, name = submission.run, address(submission.run)
     print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
+    next_command(f"arpo logs {name} --follow")
 
 
-@app.command()
-def status(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Name or directory of a run; default: all submitted runs.")
-    ] = None,
-    cluster: ClusterOfRun = None,
-) -> None:
-    """Show the state of submitted runs: Slurm's state, nodes, time, finished steps, checkpoints."""
-    from arpo_megatron.cluster import runs
-    from arpo_megatron.cluster.ssh import run_on_login_node
-
-    run_on_login_node(cluster, "status", run)
-    runs.print_status(run, cluster)
-
-
-@app.command()
-def logs(
-    run: Run,
-    role: Annotated[
-        str, typer.Option(help="Process of the job: job (its supervisor), doctor, train, sft, engine-0, sandbox, ...")
-    ] = "job",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
-    lines: Annotated[int, typer.Option(min=0, help="Number of last lines to print first.")] = 40,
-    cluster: ClusterOfRun = None,
-) -> None:
-    """Print the log of one process of a submitted run."""
-    from arpo_megatron.cluster import runs
-    from arpo_megatron.cluster.ssh import run_on_login_node
-
-    run_on_login_node(cluster, "logs", run, role=role, follow=follow, lines=lines)
-    runs.print_log(runs.find_run(run, cluster), role, lines=lines, follow=follow)
-
-
-@app.command()
+@app.command(rich_help_panel=Panel.CLUSTER)
 def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
     """Cancel all jobs of a run, including the queued ones of its chain. `arpo resume` continues the run."""
     from arpo_megatron.cluster import runs
@@ -180,7 +144,7 @@ def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
     runs.cancel(runs.find_run(run, cluster))
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.START)
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Also check the files and the layout of this recipe.")] = None,
     overrides: Overrides = None,
@@ -203,3 +167,5 @@ def doctor(
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):
         raise typer.Exit(1)
+    start = f"train {recipe}" if cluster is None else f"submit {recipe} --cluster {cluster}"
+    next_command("arpo demo" if recipe is None else f"arpo {start}")

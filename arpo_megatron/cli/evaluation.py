@@ -1,4 +1,4 @@
-"""`arpo eval`, `arpo eval-report` and `arpo decontaminate`."""
+"""`arpo eval`, `eval-report`, `judge-report` and `decontaminate`."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Overrides
+from arpo_megatron.cli.options import ConfigFile, DryRun, Overrides, Panel, Recipe, next_command
 from arpo_megatron.evaluation.prompts import Tools
 
 app = typer.Typer()
@@ -60,7 +60,7 @@ Out = Annotated[
 ]
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=Panel.EVALUATE)
 def evaluate(
     target: Target,
     overrides: Overrides = None,
@@ -75,19 +75,25 @@ def evaluate(
     train_data: TrainData = None,
     system_prompt: SystemPrompt = None,
     out: Out = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Answer benchmarks or held-out tasks with a model and tools, and score the answers.
 
     After an interruption, the same command continues. The last line of standard output is a JSON object.
     """
-    options = locals()
-    from arpo_megatron.evaluation.run import EvalRequest
+    options = {name: value for name, value in locals().items() if name != "dry_run"}
+    from arpo_megatron.evaluation.run import EvalRequest, describe
     from arpo_megatron.evaluation.run import evaluate as run
 
-    print(json.dumps(run(EvalRequest(**options), _log)), flush=True)
+    if dry_run:
+        print("\n".join(describe(EvalRequest(**options), _log)))
+        return
+    result = run(EvalRequest(**options), _log)
+    print(json.dumps(result), flush=True)
+    next_command(f"arpo eval-report {result['out']} --out DIR")
 
 
-@app.command("eval-report")
+@app.command("eval-report", rich_help_panel=Panel.EVALUATE)
 def eval_report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="--out directories of finished evaluations.")
@@ -102,7 +108,27 @@ def eval_report(
     print(write_report(out, results))
 
 
-@app.command()
+@app.command("judge-report", rich_help_panel=Panel.EVALUATE)
+def judge_report(
+    recipe: Recipe,
+    labels: Annotated[
+        Path, typer.Option(help='JSON lines with "question", "truth", "answer" and "correct" (true or false).')
+    ],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+) -> None:
+    """Measure a job's judge (reward.judge) on labelled answers: agreement, and how often hostile answers fool it.
+
+    Prints one JSON object, which has the scores of the rule-based verifiers for comparison.
+    """
+    from arpo_megatron.jobs.resolve import resolve
+    from arpo_megatron.rewards.judge.report import report
+
+    job = resolve(recipe, file=config, overrides=overrides or ())
+    print(json.dumps(report(job.reward.judge, labels)), flush=True)
+
+
+@app.command(rich_help_panel=Panel.EVALUATE)
 def decontaminate(
     train_data: Annotated[
         Path, typer.Argument(metavar="FILE", help="Training questions: parquet, JSON lines, a JSON array or CSV.")

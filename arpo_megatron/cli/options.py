@@ -1,15 +1,81 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, the panels of the help, and the line that ends a command."""
 
+import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-Recipe = Annotated[str, typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo recipes` lists both.")]
+from arpo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from arpo_megatron.jobs.run_directory import RunDirectory
+
+
+class Panel(StrEnum):
+    """Panels of `arpo --help`, in their order."""
+
+    START = "Start"
+    TRAIN = "Train"
+    LOOK = "Look"
+    EVALUATE = "Evaluate"
+    CLUSTER = "On a cluster"
+    MEASURE = "Measure and check"
+
+
+def next_command(command: str) -> None:
+    """Print the command that usually follows, on standard error: standard output is for results."""
+    print(f"next: {command}", file=sys.stderr, flush=True)
+
+
+def open_run(path: Path) -> "RunDirectory":
+    """Return the run at `path`. Raises UserError if it is not a run directory."""
+    from arpo_megatron.jobs.run_directory import RunDirectory
+
+    run = RunDirectory(path)
+    if not run.config.is_file():
+        raise UserError(f"{path} is not a run directory: it has no config.yaml")
+    return run
+
+
+def complete_recipe(typed: str) -> list[str]:
+    """Return the recipes, or after a + the variants, that begin with the typed text."""
+    from arpo_megatron.jobs.resolve import recipe_names, variant_names
+
+    name, plus, _ = typed.partition("+")
+    if not plus:
+        return [each for each in recipe_names() if each.startswith(typed)]
+    return [f"{name}+{each}" for each in variant_names(name) if f"{name}+{each}".startswith(typed)]
+
+
+def complete_override(typed: str) -> list[str]:
+    """Return the config keys that begin with the typed text."""
+    from arpo_megatron.config import JobConfig
+    from arpo_megatron.jobs.resolve import config_keys
+
+    return [f"{key}=" for key in config_keys(JobConfig) if key.startswith(typed)]
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo list recipes` has both.", autocompletion=complete_recipe),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, e.g. evaluation.temperature=0 engine.replicas=2"),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Config overrides, e.g. evaluation.temperature=0 engine.replicas=2",
+        autocompletion=complete_override,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with config values; they override the recipe's.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the command would do, then stop.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, e.g. runs/quickstart-arpo-seed1")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or the name of a submitted run.")]
+ClusterOfRun = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Overrides
+from arpo_megatron.cli.options import DryRun, Overrides, next_command
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ def _study_command(name: str, text: str) -> None:
             typer.Option(help="Directory of table, plot and Parquet; default: report/ in that of the runs."),
         ] = None,
         only: Annotated[str | None, typer.Option(metavar="ARM[,ARM]", help="Only these arms.")] = None,
+        dry_run: DryRun = False,
     ) -> None:
         from dataclasses import replace
 
@@ -55,6 +56,10 @@ def _study_command(name: str, text: str) -> None:
         directory = (out or RUNS / f"study-{name}").absolute()
         runs = plan_runs(design, directory, seeds or design.seeds, overrides)
         check_runs(runs)
+        if dry_run:
+            for run in runs:
+                print(f"{run.name}: {run.directory.path}{', done' if run.done else ', started' if run.started else ''}")
+            return
         directory.mkdir(parents=True, exist_ok=True)
         with Progress() as progress:
             runner = StudyRunner(runs, directory, jobs, progress)
@@ -68,6 +73,7 @@ def _study_command(name: str, text: str) -> None:
             sys.stdout.flush()
         finally:
             runner.check()  # after the report: a failed run does not withhold the report of complete seeds
+        next_command(f"arpo view {directory}")
 
 
 _study_command(

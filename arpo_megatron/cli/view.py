@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from arpo_megatron.cli.options import Panel
+
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=Panel.LOOK)
 def view(
     run_dirs: Annotated[
         list[Path],

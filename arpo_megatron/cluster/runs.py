@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,10 +190,20 @@ class _EndOfJobs:
         return state is None or not state.live
 
 
-def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None:
-    """Print the last lines of a log. With `follow`, wait for the log, and print new text until the end of the job."""
-    end = _EndOfJobs(run)
-    while follow and not _logs_of(run, role) and not end.reached():
+def print_log(
+    run: RunDirectory, role: str, *, lines: int, follow: bool, ended: Callable[[], bool] | None = None
+) -> None:
+    """Print the last lines of a log. With `follow`, wait for the log, and print new text until the end of the job.
+
+    Args:
+        run: the run.
+        role: the process.
+        lines: number of last lines to print first.
+        follow: print what the process writes from now on, too.
+        ended: whether the job has ended; None asks Slurm.
+    """
+    ended = ended or _EndOfJobs(run).reached
+    while follow and not _logs_of(run, role) and not ended():
         time.sleep(_FOLLOW_INTERVAL_S)
     newest = log_of(run, role)
     content = newest.read_bytes()
@@ -201,10 +211,10 @@ def print_log(run: RunDirectory, role: str, *, lines: int, follow: bool) -> None
     print("".join(text[-lines:] if lines else []), end="", flush=True)
     path, start = newest if follow else None, len(content)
     while path is not None:
-        path, start = _follow(run, role, path, start, end), 0
+        path, start = _follow(run, role, path, start, ended), 0
 
 
-def _follow(run: RunDirectory, role: str, path: Path, start: int, end: _EndOfJobs) -> Path | None:
+def _follow(run: RunDirectory, role: str, path: Path, start: int, ended: Callable[[], bool]) -> Path | None:
     """Print a log from byte `start` on. Return the log of the next restart, or None after the end of the job."""
     asked = 0.0
     with path.open("rb") as file:
@@ -213,7 +223,7 @@ def _follow(run: RunDirectory, role: str, path: Path, start: int, end: _EndOfJob
             new = file.read().decode(errors="replace")
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
-                reached, asked = end.reached(), time.monotonic()
+                reached, asked = ended(), time.monotonic()
                 logs = _logs_of(run, role)  # a restarted supervisor writes a new one
                 later = logs[logs.index(path) + 1 :]
                 if later or reached:

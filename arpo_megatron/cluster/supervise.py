@@ -168,7 +168,7 @@ def _phases(job: Job, backend: SlurmBackend) -> None:
     else:
         run_training_phases(job)
     job.progress.note(f"exported to {job.run.sft_model if job.config.sft_only else job.run.export}")
-    job.progress.note(f"to see this run: arpo view {job.run.path}")
+    job.progress.next_command(f"arpo view {job.run.path}")
 
 
 def _wait_for_old_kills(job: Job, backend: SlurmBackend) -> None:

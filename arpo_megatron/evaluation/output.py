@@ -52,24 +52,25 @@ def eval_identity(
     }
 
 
-def open_output(identity: Identity, *, out: Path | None, target: EvalTarget) -> RunDirectory:
+def find_output(identity: Identity, *, out: Path | None, target: EvalTarget) -> Path:
     """Return the directory of an evaluation: `out`, or the first of its series that is empty or has the same identity.
 
     Raises:
-        UserError: `out` contains another evaluation or other files, or cannot be written.
+        UserError: `out` contains another evaluation or other files.
     """
     if out is not None:
         if found := _difference(out, identity):
             raise UserError(f"--out {out} contains {found}; name another directory")
-        return _create(out, identity)
+        return out
     base = _default(identity, target)
     number = 1
     while _difference(path := base if number == 1 else base.with_name(f"{base.name}-{number}"), identity):
         number += 1
-    return _create(path, identity)
+    return path
 
 
-def _create(path: Path, identity: Identity) -> RunDirectory:
+def create_output(path: Path, identity: Identity) -> RunDirectory:
+    """Create the directory of an evaluation unless it exists. Raises UserError if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / IDENTITY).exists():

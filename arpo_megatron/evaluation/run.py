@@ -15,7 +15,7 @@ from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, select_benc
 from arpo_megatron.evaluation.contamination import TrainingQuestions, find_overlaps, training_questions
 from arpo_megatron.evaluation.journal import Attempt, Journal, write_records
 from arpo_megatron.evaluation.notes import failure_warnings, file_notes, judge_note, missing_note, sampling_note
-from arpo_megatron.evaluation.output import eval_identity, open_output
+from arpo_megatron.evaluation.output import create_output, eval_identity, find_output
 from arpo_megatron.evaluation.prompting import PromptedQuestions, prompt_benchmarks, prompt_held_out, training_prompt
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
@@ -112,7 +112,23 @@ def evaluate(request: EvalRequest, log: Log = lambda _text: None) -> dict[str, A
         return _report(evaluation, _summaries(evaluation, prompted, attempts, overlapping), notes, attempts)
 
 
-def _resolve(request: EvalRequest, log: Log) -> _Evaluation:
+def describe(request: EvalRequest, log: Log = lambda _text: None) -> list[str]:
+    """Return what `evaluate` would do, one fact a line. Nothing is written. Raises UserError as `evaluate` does."""
+    evaluation = _resolve(request, log, create=False)
+    target, config = evaluation.target, evaluation.config
+    tasks = config.evaluation.tasks if request.tasks is None else request.tasks
+    asked = [f"{each.benchmark.name}: {len(each.questions[: request.tasks])} questions" for each in evaluation.sets]
+    return [
+        f"model {target.model or target.name}, {_METHODS[evaluation.tools]}",
+        *(asked or [f"{HELD_OUT}: at most {tasks} questions"]),
+        f"{evaluation.attempts} attempt(s) per question, pass@{request.k}",
+        sampling_note(target.name, config),
+        *missing_note(evaluation.missing, request.data),
+        f"records in {evaluation.out.path}",
+    ]
+
+
+def _resolve(request: EvalRequest, log: Log, *, create: bool = True) -> _Evaluation:
     target = parse_target(request.target, request.model)
     tools = request.tools or (Tools.PROMPT if target.kind is TargetKind.SERVER else Tools.TRAINED)
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
@@ -129,7 +145,8 @@ def _resolve(request: EvalRequest, log: Log) -> _Evaluation:
     identity = eval_identity(
         target, config, sets, suite=suite, tools=tools, tasks=request.tasks, attempts=attempts, system=system
     )
-    out = open_output(identity, out=request.out, target=target)
+    path = find_output(identity, out=request.out, target=target)
+    out = create_output(path, identity) if create else RunDirectory(path)
     return _Evaluation(request, target, tools, sets, missing, config, attempts, system, out, log)
 
 

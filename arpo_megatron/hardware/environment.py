@@ -12,6 +12,9 @@ LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """For processes whose peers are all on this machine. Without it the sockets of gloo and NCCL, which ask for no
 password, listen on the network."""
 
+_IMPORT_WARNINGS = "ignore:Transformer Engine and Apex are not installed,ignore:Apex is not installed"
+"""Filters of warnings that Megatron-Core prints on import. They would hide the cause of a failure in a short log."""
+
 
 def process_environment(platform: Platform) -> dict[str, str]:
     """Return the variables for every process of a job that computes on `platform`."""
@@ -19,8 +22,8 @@ def process_environment(platform: Platform) -> dict[str, str]:
 
 
 def trainer_environment(platform: Platform) -> dict[str, str]:
-    """Return `process_environment` plus the variables that trainer ranks need on a GPU."""
-    environment = dict(process_environment(platform))
+    """Return `process_environment` plus the variables of trainer ranks."""
+    environment = {**process_environment(platform), "PYTHONWARNINGS": _IMPORT_WARNINGS}
     if platform != "cpu":
         # One hardware queue keeps communication kernels in the order in which they were launched. Expandable segments
         # keep the allocator from fragmenting, because packs differ in length.

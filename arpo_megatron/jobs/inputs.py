@@ -6,6 +6,7 @@
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,7 @@ def check_files(config: JobConfig) -> ModelSpec | None:
         raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then set it")
     if path is not None:
         if not (path / "config.json").is_file():
-            raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing)")
+            raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing){_hub_hint(path)}")
         spec = ModelSpec.from_hf(path)
         check_is_known(spec, hub_id, path)
         spec.check_divisible(config.parallel)
@@ -145,6 +146,16 @@ def check_files(config: JobConfig) -> ModelSpec | None:
     if config.sandbox.file is not None:
         read_tool_file(config.sandbox.file, config.sandbox)
     return spec
+
+
+def _hub_hint(path: Path) -> str:
+    """Return the command that downloads the model, if the user seems to have written the id of one on a hub."""
+    with suppress(ValueError):
+        named = path.relative_to(Path.cwd())
+        if len(named.parts) == 2 and not path.parent.exists():
+            name = named.name
+            return f"; if {named} is a hub id: `hf download {named} --local-dir {name}`, then model.path={name}"
+    return ""
 
 
 def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = lambda text: None) -> JobData:

@@ -271,7 +271,7 @@ def _one_line(error: ValidationError) -> str:
 def _key_hint(path: Sequence[str]) -> str:
     """Suggest a key of the section that contains the name or is like it, else the same key elsewhere, else list all."""
     section, _, name = ".".join(path).rpartition(".")
-    every = {key: key.rpartition(".") for key in _keys(JobConfig)}
+    every = {key: key.rpartition(".") for key in config_keys(JobConfig)}
     same = [own for owner, _, own in every.values() if owner == section]
     longer = [own for own in same if name in own.split("_")]
     if hint := did_you_mean(name, longer or same, section and f"{section}.", cutoff=0.0 if longer else 0.7):
@@ -281,8 +281,9 @@ def _key_hint(path: Sequence[str]) -> str:
     return f"; keys{section and f' of {section}'}: {', '.join(same)}"
 
 
-def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
+def config_keys(owner: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields of a config class, sections included."""
     for item in dataclasses.fields(owner):
         yield prefix + item.name
         if dataclasses.is_dataclass(item.type):
-            yield from _keys(item.type, f"{prefix}{item.name}.")
+            yield from config_keys(item.type, f"{prefix}{item.name}.")

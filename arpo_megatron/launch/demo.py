@@ -10,7 +10,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.job import open_job, run_job_phases
+from arpo_megatron.launch.job import open_job, run_job_phases, run_with_restarts
 from arpo_megatron.launch.services import Job, services
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.monitor.tree_store import rank_for_display, read_trees, step_file, stored_steps
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
+def run_demo(config: JobConfig, *, resume: bool, restarts: int = 0) -> dict[str, Any]:
     """Run the demo and return the figures that the command line prints as its last line.
 
     Raises:
@@ -34,7 +34,7 @@ def run_demo(config: JobConfig, *, resume: bool) -> dict[str, Any]:
     started = time.monotonic()
     with open_job(config, resume=resume) as job:
         run, progress = job.run, job.progress
-        run_job_phases(job)
+        run_with_restarts(job, run_job_phases, restarts)
         progress.phase("serve the export")
         tokenizer = load_tokenizer(run.export)
         task, tree = _answer_one(job, tokenizer)

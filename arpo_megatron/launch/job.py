@@ -24,6 +24,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
 from arpo_megatron.utils.atomic import read_json
+from arpo_megatron.utils.processes import ProcessDiedError
 
 
 @contextmanager
@@ -37,11 +38,11 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
     run = run_directory.existing(config) if resume else run_directory.fresh(config)
     with hold_run(config, run) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
-        EventLog(run.events).emit("note", text=f"code: {_code()}")
+        EventLog(run.events).emit("note", text=f"code: {code_version()}")
         try:
             yield job
         finally:
-            job.progress.note(f"to see this run: arpo view {run.path}")
+            job.progress.next_command(f"arpo view {run.path}")
 
 
 @contextmanager
@@ -57,17 +58,38 @@ def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = Non
             run.remove_partial()
 
 
-def run_job(config: JobConfig, *, resume: bool) -> RunDirectory:
+def run_job(config: JobConfig, *, resume: bool, restarts: int = 0) -> RunDirectory:
     """Run a recipe to the export, from the beginning or from where its newest run stopped.
+
+    Args:
+        config: config of the job.
+        resume: continue the newest run of this config.
+        restarts: how often a job whose process died is resumed from its newest checkpoint.
 
     Raises:
         UserError: an input is missing, or there is nothing to resume.
-        ProcessDiedError: a process of the job died; the message names its log.
+        ProcessDiedError: a process of the job died, once more than `restarts`; the message names its log.
     """
     with open_job(config, resume=resume) as job:
-        run_job_phases(job)
+        run_with_restarts(job, run_job_phases, restarts)
         job.progress.note(f"exported to {job.run.export}")
     return job.run
+
+
+def run_with_restarts(job: Job, phases: Callable[[Job], None], restarts: int) -> None:
+    """Run phases, again after a process has died, at most `restarts` times. Raises ProcessDiedError after that."""
+    for restart in range(restarts + 1):
+        try:
+            return phases(job)
+        except ProcessDiedError as error:
+            if restart == restarts:
+                raise
+            job.supervisor.stop()
+            job.run.remove_partial()
+            text = f"{str(error).splitlines()[0]}; restart {restart + 1} of {restarts}"
+            EventLog(job.run.events).emit("note", text=text)
+            job.show_events()
+    return None
 
 
 def run_job_phases(job: Job) -> None:
@@ -86,11 +108,11 @@ def run_training_phases(job: Job) -> None:
         _train(job)
 
 
-def run_sft(config: JobConfig, *, resume: bool) -> dict[str, Any]:
-    """Run the cold start alone; return the figures that the command line prints. Raises as `run_job` does."""
+def run_sft(config: JobConfig, *, resume: bool, restarts: int = 0) -> dict[str, Any]:
+    """Run the cold start alone; return the figures that the command line prints. Arguments and errors of `run_job`."""
     with open_job(config, resume=resume) as job:
         _prepare(job)
-        run_sft_phase(job)
+        run_with_restarts(job, run_sft_phase, restarts)
         run = job.run
         job.progress.note(f"exported to {run.sft_model}")
         figures = read_json(run.sft_result, "delete it") if run.sft_result.exists() else {}
@@ -137,7 +159,7 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
         return out.read_text(encoding="utf-8")
 
 
-def _code() -> str:
+def code_version() -> str:
     """Return the commit of the code, with `-dirty` if files differ from it; outside a clone, the package's version."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError):

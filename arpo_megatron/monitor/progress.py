@@ -6,13 +6,16 @@ Standard output stays free for results that programs read.
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleRenderable, Group, RichCast
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -61,6 +64,36 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("seconds by phase", _seconds),
 )
 """Title and content of each column; a row is what `MetricsLog.log` receives, and a missing value is shown as "-"."""
+
+_SHORT = ("step", "reward", "success", "log-prob gap")
+"""Columns of the one line per step that is printed without a terminal."""
+_STEPS_FOR_ETA = 5
+
+
+def step_seconds(row: Row) -> float:
+    """Return the wall seconds of a step: the sum of its phases."""
+    return float(sum(value for key, value in row.items() if key.startswith("seconds/") and value is not None))
+
+
+def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
+    """Return the expected seconds until step `steps` ends, from the median of the last steps; None if unknown."""
+    taken = [seconds for row in rows[-_STEPS_FOR_ETA:] if (seconds := step_seconds(row))]
+    return (steps - int(rows[-1]["step"])) * median(taken) if taken else None
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as "12.3 s" below a minute, "4:05 min" below an hour, "2:30 h" from there."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def step_line(row: Row, left_s: float | None = None) -> str:
+    """Return the short line of a finished step, with the expected seconds that are left if `left_s` is not None."""
+    fields = [f"{title} {text}" for title, content in COLUMNS if title in _SHORT and (text := content(row)) != "-"]
+    fields += [duration(seconds)] if (seconds := step_seconds(row)) else []
+    return " | ".join(fields + ([f"{duration(left_s)} left"] if left_s else []))
 
 
 class Progress:
@@ -130,10 +163,16 @@ class Progress:
     def step(self, row: Row) -> None:
         """Show the metrics of a finished step, with `steps` as the number of all steps."""
         self._rows.append(row)
-        if self._live.is_started:
-            return
-        fields = [f"{title} {content(row)}" for title, content in COLUMNS if content(row) != "-"]
-        self._line(" | ".join(fields))
+        if not self._live.is_started:
+            self._line(step_line(row, self._left_s()))
+
+    def next_command(self, command: str) -> None:
+        """Print the command that usually follows the job."""
+        self._print(Text(f"next: {command}"), soft_wrap=True)
+
+    def _left_s(self) -> float | None:
+        rows = list(self._rows)  # a copy, because the display draws in another thread
+        return seconds_left(rows, int(rows[-1]["steps"])) if rows and "steps" in rows[-1] else None
 
     def sft(self, *, update: int, updates: int, loss: float, seconds: float) -> None:
         """Show the progress of supervised training."""
@@ -176,6 +215,10 @@ class Progress:
             for row in list(self._rows):  # a copy, because the display draws in another thread
                 table.add_row(*(content(row) for _, content in COLUMNS))
             parts.append(table)
+            if "steps" in (row := self._rows[-1]):
+                bar = ProgressBar(total=row["steps"], completed=row["step"], width=40)
+                left = self._left_s()
+                parts.append(Columns([bar, Text(f"step {_step(row)}{f', {duration(left)} left' if left else ''}")]))
         if self._phase:
             parts.append(self._spinner)
         return Group(*parts)

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import read_health
-from arpo_megatron.monitor.progress import STEP_PHASES
+from arpo_megatron.monitor.progress import STEP_PHASES, seconds_left, step_line
+from arpo_megatron.monitor.tree_view import printable
 from arpo_megatron.view.advice import advice
 from arpo_megatron.view.runs import FileCache, Row, is_locked, read_object, read_rows
 from arpo_megatron.view.tree_page import held_out_steps, step_trees, train_steps
@@ -57,7 +57,7 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         "state": state,
         "step": step,
         "steps": steps,
-        "eta_s": _eta(files.metrics, steps - step) if state == "running" else None,
+        "eta_s": seconds_left(files.metrics, steps) if state == "running" and files.metrics else None,
         "phase": _phase(files.events) if state == "running" else None,
         "began": files.events[0]["time"] if files.events else None,
         "last_event": _last_event(files.events),
@@ -128,16 +128,6 @@ def _model(run: RunDirectory, config: Row) -> str:
     return ", ".join([str(named), *sizes])
 
 
-def _eta(metrics: Sequence[Row], left: int) -> float | None:
-    """Return the expected seconds of the steps that are left, from the median of the last ones."""
-    taken = [sum(_seconds(row).values()) for row in metrics[-5:]]
-    return left * median(taken) if taken else None
-
-
-def _seconds(row: Row) -> dict[str, float]:
-    return {key: value for key, value in row.items() if key.startswith("seconds/") and value is not None}
-
-
 def _with_times(found: dict[str, list[Any]], events: Sequence[Row]) -> dict[str, list[Any]]:
     """Add `time`, seconds since the epoch at the end of each step. A repeated step has its last time."""
     if not found:
@@ -154,6 +144,14 @@ def _code(events: Sequence[Row]) -> str | None:
     """Return the code of the newest start on this machine, as `launch.job.open_job` notes it."""
     texts = (str(event.get("text", "")) for event in reversed(events) if event["kind"] == "note")
     return next((text.removeprefix("code: ") for text in texts if text.startswith("code: ")), None)
+
+
+def event_line(event: Row) -> str | None:
+    """Return an event as one line with its local time; None for those that a terminal shows only for a moment."""
+    if event.get("kind") in (None, "progress") or event.get("name") in STEP_PHASES:
+        return None
+    text = step_line(event) if event["kind"] == "step" else _text(event)
+    return f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} {printable(text)}"
 
 
 def _is_shown(event: Row) -> bool:

@@ -1,5 +1,6 @@
 """The command line: a user error is one line and exit code 2, before any process starts."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.__main__ import main
+from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.plan import report
+from tests.view.stored_run import STEPS, make_run
 
 Arpo = Callable[..., tuple[int, str, str]]
 
@@ -59,6 +62,15 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["export", "nowhere", "--out", "out"], "not a run directory"),
         (["trees", "nowhere"], "not a run directory"),
         (["train", "reasoning_tiny", f"data.path={__file__}"], "not a readable parquet file"),
+        (["train", "quickstart", "--train.steps=3"], "write train.steps=3"),
+        (["train", "quickstart", "--dryrun"], "no such option: --dryrun (Possible options: --dry-run)"),
+        (["train"], "missing argument 'recipe'; see `arpo train --help`"),
+        (["trian", "quickstart"], "Did you mean 'train'?"),
+        (["train", "quickstart", "algorithm.name=gpro"], "did you mean grpo?"),
+        (["train", "quickstart", "model.path=Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        (["list", "metrics", "nonsense"], "no metric has the words nonsense"),
+        (["list", "runs"], "runs has no runs: start one with `arpo demo`"),
+        (["compare", "nowhere"], "needs two run directories"),
     ],
 )
 def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[str], line: str, tmp_path: Path) -> None:
@@ -70,11 +82,89 @@ def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[s
     assert not list(tmp_path.iterdir())
 
 
-def test_help_lists_commands(arpo: Arpo) -> None:
+PANELS = {
+    "Start": ("demo", "show", "plan", "list", "doctor"),
+    "Train": ("train", "sft", "export"),
+    "Look": ("status", "logs", "health", "compare", "trees", "view"),
+    "Evaluate": ("eval", "eval-report", "judge-report", "decontaminate"),
+    "On a cluster": ("submit", "resume", "cancel"),
+    "Measure and check": ("bench", "study", "replay-tree", "replay-pack"),
+}
+
+
+def test_help_has_every_command_in_its_panel(arpo: Arpo) -> None:
     code, output, _ = arpo("--help")
     assert code == 0
-    for command in ("demo", "train", "sft", "eval", "export", "trees", "replay-tree", "recipes", "show", "plan"):
-        assert command in output
+    titles = list(re.finditer(r"^╭─ ([\w ]+) ─+╮$", output, re.MULTILINE))[1:]  # without the options
+    assert [title[1] for title in titles] == list(PANELS)
+    ends = [title.start() for title in titles[1:]] + [len(output)]
+    for title, end in zip(titles, ends, strict=True):
+        commands = re.findall(r"^│ ([a-z-]+) ", output[title.end() : end], re.MULTILINE)
+        assert sorted(commands) == sorted(PANELS[title[1]])
+
+
+def test_version_names_the_commit(arpo: Arpo) -> None:
+    _, output, _ = arpo("--version")
+    assert re.fullmatch(r"arpo-megatron [\d.]+, (commit [0-9a-f]{12}(-dirty)?|version .+)\n", output)
+
+
+def test_completion_knows_recipes_variants_and_keys() -> None:
+    assert complete_recipe("quick") == ["quickstart"]
+    assert "deepsearch_14b+4nodes" in complete_recipe("deepsearch_14b+")
+    assert complete_override("algorithm.entropy_we") == ["algorithm.entropy_weight="]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meaning"),
+    [
+        ("methods", "dapo", "arXiv 2503.14476"),
+        ("metrics", "logprob_gap", "trainer"),
+        ("tools", "python", "Run Python code"),
+        ("benchmarks", "aime24", "reasoning"),
+    ],
+)
+def test_list_has_one_line_per_name_and_ends_with_the_next_command(
+    arpo: Arpo, kind: str, name: str, meaning: str
+) -> None:
+    _, output, error = arpo("list", kind)
+    (line,) = [line for line in output.splitlines() if line.split()[:1] == [name]]
+    assert meaning in line
+    assert error.startswith("next: arpo ") and len(error.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "stored").path
+
+
+def test_local_run_has_status_logs_and_a_place_in_the_list(arpo: Arpo, stored: Path) -> None:
+    _, output, error = arpo("status", str(stored))
+    assert f"{stored}: finished" in output and f"step {STEPS} of" in output
+    assert error == f"next: arpo view {stored}\n"
+    _, shown, _ = arpo("logs", str(stored))
+    assert f" step {STEPS}/{STEPS} | reward 0.800 | log-prob gap 4.0e-05 | 3.0 s\n" in shown
+    assert "\x1b" not in output + shown, "the text of an event reaches no terminal as a command"
+    _, output, _ = arpo("list", "runs", str(stored.parent))
+    assert output.splitlines()[-1].split()[0] == "stored"
+
+
+def test_log_of_an_unknown_role_names_the_others(arpo: Arpo, stored: Path) -> None:
+    (stored / "logs").mkdir(exist_ok=True)
+    (stored / "logs" / "train.log").write_text("one\ntwo\n")
+    _, output, _ = arpo("logs", str(stored), "--role", "train", "--lines", "1")
+    assert output == "two\n"
+    code, _, error = arpo("logs", str(stored), "--role", "trainer")
+    assert code == 2 and "it has: job, train" in error
+
+
+def test_compare_shows_differing_values_and_both_results(arpo: Arpo, stored: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", seed=5).path
+    _, output, error = arpo("compare", str(stored), str(other))
+    lines = [line.split() for line in output.splitlines()]
+    assert ["seed", "1", "5"] in lines
+    assert not [line for line in lines if line[:1] == ["run_dir"]]
+    assert [line for line in lines if line[:1] == ["step"]]
+    assert error == f"next: arpo view {stored} {other}\n"
 
 
 def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ SHORT_DEMO = ("sft.steps=120", "train.steps=2", "train.tasks_per_step=6", "evalu
 def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
     check_run(demo)
     shown = ("held-out question", "<result>", "transformers and SGLang agree", "forks after")
-    shown += (f"to see this run: arpo view {demo['run_dir']}",)
+    shown += (f"next: arpo view {demo['run_dir']}",)
     assert not [text for text in shown if text not in demo["screen"]]
+    log = (Path(demo["run_dir"]) / "logs" / "train.log").read_text()
+    assert "not installed" not in log, "warnings of imports would hide the cause of a failure"
 
 
 def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ def test_progress_prints_plain_lines_without_a_terminal() -> None:
         "prepare",
         "run directory runs/x [seed 1]",
         "cold start: update 10/300, loss 1.250, 4 s",
-        "step 3/40 | reward 0.613 | success 55.0% | forks 31 | calls+inherited 120+44 | cached 63% | "
-        "log-prob gap 2.1e-05 | tokens/s 812 | seconds by phase rollout 3.1 update 2.0",
+        "step 3/40 | reward 0.613 | success 55.0% | log-prob gap 2.1e-05 | 5.1 s | 3:09 min left",
         "held-out success after training: 86.1%",
     ]
     assert "\x1b" not in output.getvalue()
@@ -73,7 +72,14 @@ def test_progress_shows_a_table_in_a_terminal() -> None:
         progress.note("a note [with brackets]")
         progress.show(Panel("an answer"))
     text = output.getvalue()
-    for part in ("log-prob gap", "19/40", "120+44", "rollout 3.1 update 2.0", "a note [with brackets]", "an answer"):
+    for part in (
+        "log-prob gap",
+        "step 19/40, 1:48 min left",
+        "120+44",
+        "rollout 3.1 update 2.0",
+        "a note [with brackets]",
+        "an answer",
+    ):
         assert part in text
 
 

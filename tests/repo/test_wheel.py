@@ -20,8 +20,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "installed"))
     for name in SOURCES:  # a copy, since building leaves files next to the sources
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "docs/reference").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/reference/run-directory.md"):
+        shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=source, check=True, timeout=300)
     (wheel,) = wheels.glob("arpo_megatron-*.whl")
     with zipfile.ZipFile(wheel) as content:

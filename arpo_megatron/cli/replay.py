@@ -1,0 +1,42 @@
+"""`arpo replay-pack` and `arpo replay-tree`: compute again what a run has stored."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arpo_megatron.cli.options import Panel, open_run
+
+app = typer.Typer()
+
+
+@app.command("replay-pack", rich_help_panel=Panel.MEASURE)
+def replay_pack(
+    file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
+) -> None:
+    """Compute a skipped update again and report which of its quantities are not finite.
+
+    The weights come from the run's newest complete checkpoint. The run is not changed.
+    """
+    from arpo_megatron.launch.job import replay_skipped_update
+
+    print(replay_skipped_update(open_run(file.resolve().parent.parent), file), end="", flush=True)
+
+
+@app.command("replay-tree", rich_help_panel=Panel.MEASURE)
+def replay_tree(
+    file: Annotated[Path, typer.Argument(help="Stored trees: RUN_DIR/trees/step_N.parquet.")],
+    tree: Annotated[int | None, typer.Option(min=0, help="Number of the tree to check; default: all.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="Config of the run; default: config.yaml of the file's run directory."),
+    ] = None,
+) -> None:
+    """Recompute every branching decision of stored trees from tree, entropies and seed.
+
+    Prints the first difference and exits with code 1 if there is one.
+    """
+    from arpo_megatron.cli.trees import replay_trees
+
+    if not replay_trees(file, tree=tree, config=config):
+        raise typer.Exit(1)
