@@ -56,6 +56,10 @@ class BranchRecord:
     """Rule that decided: "draw", "threshold", "budget spent", ..."""
 
 
+FAILED_CALL = "failed"
+"""Status of a call without a result, because a service, the network or a provider failed. It ended its branch."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolRecord:
     """The call that a TOOL segment answers. `seconds` is wall time at the caller."""
@@ -151,6 +155,16 @@ def _frozen(array: Array) -> Array:
     return array
 
 
+@dataclass(frozen=True, slots=True)
+class LostBranches:
+    """The branches that failed tool calls have cost a tree. They are no part of the tree."""
+
+    grown: "RolloutTree"
+    """The tree with them; each ends in a TOOL segment without tokens and with status `FAILED_CALL`."""
+    trajectories: int
+    """Planned trajectories that the tree lacks."""
+
+
 class RolloutTree:
     """All trajectories of one task, grown by `add`. Segments are immutable.
 
@@ -164,7 +178,7 @@ class RolloutTree:
         seconds: wall time from its beginning to the end of its last trajectory.
     """
 
-    __slots__ = ("seconds", "segments", "step", "task_id")
+    __slots__ = ("answered_shares", "lost", "needs", "seconds", "segments", "step", "task_id")
 
     def __init__(
         self,
@@ -175,6 +189,11 @@ class RolloutTree:
         step: int = 0,
         seconds: float = 0.0,
     ) -> None:
+        self.needs: dict[int, int] = {}
+        """First MODEL segment of a trajectory that could start only when another had ended -> the leaf of that one."""
+        self.lost: LostBranches | None = None  # None: no tool call has failed
+        self.answered_shares: dict[str, float] = {}
+        """Share of a tool's calls that were answered around the time of this tree; only for tools whose calls fail."""
         self.task_id = task_id
         self.step = step
         self.seconds = seconds
@@ -276,6 +295,16 @@ class RolloutTree:
         return np.concatenate([self.segments[index].token_ids for index in self.path(leaf)])
 
     @property
+    def grown(self) -> "RolloutTree":
+        """The tree with the branches that it has lost; itself if there are none."""
+        return self if self.lost is None else self.lost.grown
+
+    @property
+    def planned(self) -> int:
+        """Number of trajectories that it would have without failed tool calls."""
+        return len(self.leaves()) + (0 if self.lost is None else self.lost.trajectories)
+
+    @property
     def unique_tokens(self) -> int:
         """Number of tokens of the tree, each counted once."""
         return sum(len(segment) for segment in self.segments)
@@ -301,6 +330,9 @@ class RolloutTree:
             "step": self.step,
             "seconds": self.seconds,
             "segments": [_segment_to_dict(segment) for segment in self.segments],
+            "needs": [list(pair) for pair in self.needs.items()],
+            "answered_shares": self.answered_shares,
+            "lost": self.lost and {"grown": self.lost.grown.to_dict(), "trajectories": self.lost.trajectories},
         }
 
     @classmethod
@@ -332,6 +364,10 @@ class RolloutTree:
             if unknown := given.keys() - _FIELDS:
                 raise ValueError(f"unknown segment fields: {', '.join(sorted(unknown))}")
             tree.add(given.pop("parent"), Role(given.pop("role")), given.pop("token_ids"), **given)
+        tree.needs = dict(data.get("needs") or ())
+        tree.answered_shares = dict(data.get("answered_shares") or {})
+        if lost := data.get("lost"):
+            tree.lost = LostBranches(cls.from_dict(lost["grown"]), int(lost["trajectories"]))
         return tree
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tools_sandbox.answers import ToolResult
+from tools_sandbox.answers import Failure, ToolResult
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,7 +22,20 @@ _THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "tool")
 
 
 class ToolBroken(RuntimeError):  # noqa: N818 - a state
-    """The tool failed and the call is not the cause. The failure is never cached; the model sees no details."""
+    """A service, the network or a provider failed; the call is not the cause. The failure is never cached.
+
+    lasting: a repetition of the call would fail, too, or might do twice what must be done once.
+    """
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
+
+
+def broken_result(tool: str, error: ToolBroken | None = None) -> ToolResult:
+    """Return the result of a call that failed; the text has no details. None: the tool's code has raised an error."""
+    failure: Failure = "none" if error is None else "lasting" if error.lasting else "temporary"
+    return ToolResult("error", f"The {tool} tool failed; this is not the fault of the call.", failure=failure)
 
 
 class Tool:
@@ -46,6 +59,8 @@ class Tool:
     """True if a call may run again after its process has died."""
     in_worker: bool = True
     """Run in a worker process. False: run in the service's event loop, which must never block."""
+    remote: bool = False
+    """The tool only waits for another service: if its time is over, that service has failed and not the call."""
     enforces_timeout: ClassVar[bool] = False
     """True if `run` itself answers "timeout" in time. Otherwise the service cancels it."""
     max_time_s: float = math.inf

@@ -104,14 +104,14 @@ def leaf_weights(
     shapes: "Sequence[TreeShape]", aggregation: Aggregation, factors: Sequence[ArrayLike] | None = None
 ) -> list[Floats]:
     """Return w_i of every leaf of every tree. A trajectory without model tokens has weight 0 but counts as a
-    trajectory.
+    trajectory, and so does one that was lost to a failed tool call, with the mean length of the others.
     """
     lengths = [shape.leaf_model_tokens for shape in shapes]
     if aggregation == "token-mean":
-        total = sum(float(tokens.sum()) for tokens in lengths)
+        total = sum(float(n.sum()) * shape.planned / len(n) for n, shape in zip(lengths, shapes, strict=True))
         weights = [np.full(len(tokens), 1.0 / max(total, 1.0)) for tokens in lengths]
     else:
-        trajectories = sum(len(tokens) for tokens in lengths)
+        trajectories = sum(shape.planned for shape in shapes)
         weights = [np.where(n > 0, 1.0 / (trajectories * np.maximum(n, 1.0)), 0.0) for n in lengths]
     if factors is None:
         return weights
@@ -129,6 +129,8 @@ class TreeShape:
         """bool[segments]."""
         self.leaves = np.array(tree.leaves())
         """int[leaves], segment indices."""
+        self.planned = tree.planned
+        """Number of its trajectories and of those that failed tool calls have cost."""
         self.on_path = np.zeros((len(self.leaves), len(segments)), bool)
         """bool[leaves, segments], whether a segment is on the leaf's path."""
         for number, leaf in enumerate(self.leaves):

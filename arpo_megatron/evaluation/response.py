@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.rollout.messages import IncompleteTree
-from arpo_megatron.tree import Finish, Role, RolloutTree
+from arpo_megatron.tree import FAILED_CALL, Finish, Role, RolloutTree
 
 Decode = Callable[[list[int]], str]
 """Token ids to text."""
@@ -50,11 +50,16 @@ def outcome_without_answer(finish: Finish) -> Outcome:
     return _OUTCOMES.get(finish, Outcome.NO_ANSWER)
 
 
-def tree_responses(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
-    """Return the trajectories of a finished tree, in the order of its leaves."""
+def tree_responses(tree: RolloutTree, decode: Decode) -> list[Response]:
+    """Return the trajectories of a finished tree without forks, in the order of their start."""
+    tree = tree.grown
     prompt = len(tree.segments[0])
-    responses = []
+    responses: list[Response] = []
     for leaf in tree.leaves():
+        call = tree.segments[leaf].tool
+        if call is not None and call.status == FAILED_CALL:
+            responses.append(NoResponse(Outcome.TOOLS, f"a call of {call.name} failed"))
+            continue
         path = [tree.segments[index] for index in tree.path(leaf)]
         model = [segment for segment in path if segment.role is Role.MODEL]
         tools = [segment for segment in path if segment.role is Role.TOOL]
@@ -74,6 +79,7 @@ def tree_responses(tree: RolloutTree, decode: Decode) -> list[AgentResponse]:
 
 
 _FAILURES = {
+    "AllBranchesLostError": Outcome.TOOLS,
     "PromptTooLongError": Outcome.PROMPT_TOO_LONG,
     "EngineRefusedError": Outcome.REFUSED,
     "SandboxUnavailable": Outcome.TOOLS,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 _ROWS_PER_GROUP = 16  # bounds the memory of a reader that wants a few trees
 _SUMMARY = ("step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped")
+_LOST = ("lost", "needs", "answered_shares")
 _DERIVED = ("text", "trainer_logprobs")
 """Fields of a stored segment that a `Segment` does not have."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
@@ -138,7 +139,8 @@ def write_trees(
 
 def read_trees(path: Path) -> list[StoredTree]:
     """Read a file of `write_trees`. Raises UserError, with the row, if the file is missing or damaged."""
-    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "segments"]
+    columns = ["task_id", "ground_truth", "begun_in_step", "grow_seconds", "rewards", "dropped", "replayed", "lost"]
+    columns.append("segments")
     found = []
     for number, row in enumerate(read_summaries(path, columns)):
         try:
@@ -256,6 +258,7 @@ def _schema() -> "pa.Schema":
             "flat_tokens": number,
             "dropped": text,
             "replayed": number,
+            "lost": text,
             "segments": pa.list_(segment),
         }
     )
@@ -287,6 +290,7 @@ def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | Non
         "flat_tokens": tree.flat_tokens,
         "dropped": item.dropped,
         "replayed": item.replayed,
+        "lost": None if tree.lost is None else json.dumps({name: tree.to_dict()[name] for name in _LOST}),
         "segments": [_segment(segment, decode, own) for segment, own in zip(tree.segments, logprobs, strict=True)],
     }
 
@@ -325,8 +329,10 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
         if "tool" in fields:
             fields["tool"] = fields["tool"] | {"arguments": json.loads(fields["tool"]["arguments"])}
         segments.append(fields)
+    lost = json.loads(row["lost"]) if row["lost"] else {}
     return RolloutTree.from_dict(
         {"task_id": row["task_id"], "step": row["begun_in_step"], "seconds": row["grow_seconds"], "segments": segments}
+        | lost
     )
 
 

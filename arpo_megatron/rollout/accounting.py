@@ -28,6 +28,8 @@ class RolloutCounts:
     """Tool calls that the service answered from its cache."""
     calls_invalid_json: int = 0
     """Tool calls that got an error because their text is not a JSON object."""
+    calls_failed: int = 0
+    """Tool calls without a result, because a service, the network or a provider failed; each ended its branch."""
     retries: int = 0
     """Attempts of requests and tool calls that were repeated because a service failed."""
 
@@ -58,6 +60,8 @@ class RolloutStats:
     """Trees that could not be finished."""
     trajectories: int
     """Leaves of the finished trees."""
+    lost: int
+    """Planned trajectories that failed tool calls have cost the finished trees."""
     forks: int
     """Trajectories that started at a fork after a tool result."""
     calls_inherited: int
@@ -101,7 +105,7 @@ def rollout_stats(
     inside_stop: Callable[[Int32Array], bool] | None = None,
 ) -> RolloutStats:
     """Combine counts with what follows from the finished trees; for `inside_stop` see `predict_requests`."""
-    requests = predict_requests(trees, policy, inside_stop)
+    requests = predict_requests([tree.grown for tree in trees], policy, inside_stop)
     inherited = 0
     for tree in trees:
         is_tool = [segment.role is Role.TOOL for segment in tree.segments]
@@ -111,6 +115,7 @@ def rollout_stats(
         trees=len(trees),
         failed=failed,
         trajectories=sum(len(tree.leaves()) for tree in trees),
+        lost=sum(tree.lost.trajectories for tree in trees if tree.lost is not None),
         forks=sum(tree.forks for tree in trees),
         calls_inherited=inherited,
         unique_tokens=sum(tree.unique_tokens for tree in trees),

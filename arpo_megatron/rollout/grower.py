@@ -9,6 +9,7 @@ A path alternates between the model and its tools until the trajectory ends:
 - After a tool result, the first k tokens are sampled separately and the branch policy decides with their entropies
   whether to fork. Siblings start at once; the measured path continues from its k tokens.
 - When a path ends, the forks that it has not used become fresh trajectories from the prompt.
+- A path whose tool call fails, also when repeated, is lost together with its unused forks (`lost_branches`).
 
 The tree is a function of its prompt, the answers of engine and tools, and the seed. It does not depend on which request
 came back first:
@@ -20,7 +21,8 @@ came back first:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import itertools
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -37,6 +39,12 @@ from arpo_megatron.algorithms.branching import (
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
+from arpo_megatron.rollout.lost_branches import (
+    AllBranchesLostError,
+    lost_message,
+    needed_trajectories,
+    without_lost_branches,
+)
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.tags.calls import (
@@ -48,7 +56,7 @@ from arpo_megatron.tasks.tags.calls import (
     find_stop,
     parse_call,
 )
-from arpo_megatron.tree import Finish, Float32Array, Int32Array, Role, RolloutTree
+from arpo_megatron.tree import FAILED_CALL, Finish, Float32Array, Int32Array, Role, RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,7 @@ class _SampledSegment:
 
 
 class TreeGrower:
-    """Grows one tree. `counts` is what it has cost so far, also after `grow` has raised.
+    """Grows one tree. `counts`, `calls` and `failed_calls` are up to date, also after `grow` has raised.
 
     Args:
         task_id: the tree's task.
@@ -114,6 +122,7 @@ class TreeGrower:
     ) -> None:
         self._client = TreeClient(task_id, context, entries, record)
         self.counts = self._client.counts
+        self.calls, self.failed_calls = self._client.calls, self._client.failed_calls
         self._prefixes = self._client.prefixes
         self.task_id = task_id
         """Id of the tree's task."""
@@ -123,6 +132,7 @@ class TreeGrower:
         self._max_length = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
         self._paths = asyncio.TaskGroup()
         self._initial = context.policy.initial
+        self._lost = 0  # planned trajectories that failed tool calls have cost
 
     @property
     def prompt(self) -> Int32Array:
@@ -135,6 +145,7 @@ class TreeGrower:
         Raises:
             PromptTooLongError: there is no room for a single token.
             EngineUnavailableError, EngineRefusedError, SandboxError, ToolTextError: the tree cannot be finished.
+            AllBranchesLostError: failed tool calls have ended every path.
         """
         if len(self.prompt) >= self._max_length:
             limit = self._context.limits.max_length
@@ -165,13 +176,16 @@ class TreeGrower:
                 self._paths.create_task(first)
         except BaseExceptionGroup as errors:
             raise _first_error(errors) from None
-        return self._build_tree()
+        tree = self._build_tree()
+        return without_lost_branches(tree, self._lost, self.failed_calls) if self._lost else tree
 
     async def _probe_and_start(self, policy: ProbingPolicy) -> None:
         """Finish one trajectory, let the policy choose the number of initial ones, and start the rest of them."""
         node = self._root.add_child(Role.MODEL)
         self._prefixes.add_path(node)
         first, *after_tools = await self._run_path(BranchStart(node, self.prompt, 0))
+        if self._lost:
+            raise AllBranchesLostError(lost_message(self.failed_calls))
         await self._start_initial(policy.plan(Probe(first, tuple(after_tools))), started=1)
 
     async def _start_initial(self, initial: int, *, started: int = 0) -> None:
@@ -195,7 +209,10 @@ class TreeGrower:
             entropies.append(segment.entropies)
             next_start = None if segment.call is None else await self._call_tool(segment, segment.call)
         self._prefixes.end_path(segment.node)
-        self._start_fresh(segment)
+        if segment.node.children:  # the failed call
+            self._lost += 1 + segment.budget
+        else:
+            self._start_fresh(segment)
         return entropies
 
     def _start_fresh(self, segment: _SampledSegment) -> None:
@@ -303,11 +320,14 @@ class TreeGrower:
         return Finish.TOOL_CALL, call
 
     async def _call_tool(self, segment: _SampledSegment, call: ToolCall | InvalidJson) -> BranchStart | None:
-        """Call the tool and add the TOOL segment; return the start of the next MODEL segment.
+        """Call the tool and add the TOOL segment; return the start of the next MODEL segment, None if the path ends.
 
-        If the result leaves no room for another token, it is not added: the trajectory ends with the call (None).
+        If the result leaves no room for another token, it is not added: the trajectory ends with the call.
         """
         result = await self._client.call_tool(segment.node, call)
+        if result.tool.status == FAILED_CALL:
+            segment.node.add_child(Role.TOOL).tool = result.tool
+            return None
         prefix = np.concatenate([segment.prefix, result.token_ids])
         if len(prefix) >= self._max_length:
             segment.node.finish = Finish.LENGTH
@@ -327,15 +347,25 @@ class TreeGrower:
             streak=segment.streak,
         )
 
-    def _build_tree(self) -> RolloutTree:
-        """Copy the nodes to a `RolloutTree`, depth first and in the order of path keys."""
+    def _nodes(self) -> Iterator[tuple[int, Node]]:
+        """Yield each node with the index of its parent, depth first and in the order of path keys."""
         self._root.children.sort(key=lambda node: node.key)
+        pending = [(-1, self._root)]
+        for index in itertools.count():
+            if not pending:
+                return
+            parent, node = pending.pop()
+            yield parent, node
+            pending += [(index, child) for child in reversed(node.children)]
+
+    def _build_tree(self) -> RolloutTree:
+        """Copy the nodes to a `RolloutTree`."""
         root, step, seconds = self._root, self._context.step, self._client.age_s
         tree = RolloutTree(self.task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
-        pending = [(0, child) for child in reversed(self._root.children)]
-        while pending:
-            parent, node = pending.pop()
-            index = tree.add(
+        keys = [root.key]
+        for parent, node in itertools.islice(self._nodes(), 1, None):
+            keys.append(node.key)
+            tree.add(
                 parent,
                 node.role,
                 node.token_ids,
@@ -347,7 +377,7 @@ class TreeGrower:
                 tool=node.tool,
                 routes=node.routes,
             )
-            pending += [(index, child) for child in reversed(node.children)]
+        tree.needs = needed_trajectories(tree, keys, probed=isinstance(self._context.policy, ProbingPolicy))
         return tree
 
 

@@ -1,6 +1,6 @@
 """Messages between trainer rank 0 (`handle`) and the rollout process (`worker`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -89,6 +89,8 @@ class RolloutReport:
     """Costs of all of them."""
     tree_ids: tuple[int, ...] = ()
     """Their ids (`LiveTree.tree_id`)."""
+    failed_calls: Mapping[str, str] = field(default_factory=dict)
+    """Why a newest failed tool call failed, by tool."""
 
 
 @dataclass(frozen=True, slots=True)

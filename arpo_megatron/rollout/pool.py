@@ -23,6 +23,7 @@ from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, RolloutLimits, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     IncompleteTree,
@@ -40,7 +41,10 @@ from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
-TREE_FAILURES = (EngineUnavailableError, EngineRefusedError, SandboxError, PromptTooLongError, ToolTextError)
+TREE_FAILURES = (
+    *(EngineUnavailableError, EngineRefusedError, SandboxError, AllBranchesLostError),
+    *(PromptTooLongError, ToolTextError),
+)
 """Expected errors of one tree. Any other error fails its tree, too, and its traceback is printed."""
 
 
@@ -79,6 +83,8 @@ class _Queue:
     """Number of unfinished trees by policy version at their start."""
     prefills: RolloutCounts = field(default_factory=RolloutCounts)
     """Costs of prefixes that were prefilled for several trees."""
+    shares: AnsweredShares = field(default_factory=AnsweredShares)
+    """Shares of tool calls that are answered."""
     since: float = field(default_factory=time.monotonic)
     """Time of the last report, or of the first tree's start."""
     tokens: int = 0
@@ -263,7 +269,11 @@ class TreePool:
         queue.since = now
         self._send(RolloutProgress(count, count, queue.tokens))
         queue.tokens = 0
-        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected))
+        shares = queue.shares.add(tree.grower.calls for tree in collected)
+        for grown in trees:
+            grown.answered_shares = shares
+        reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
+        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons)
 
     async def _grow(self, tree: _PoolTree, queue: _Queue, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:

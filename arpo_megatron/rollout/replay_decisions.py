@@ -19,7 +19,7 @@ from arpo_megatron.algorithms.branching import (
     initial_budgets,
     split_budget,
 )
-from arpo_megatron.tree import Float32Array, Role, RolloutTree
+from arpo_megatron.tree import FAILED_CALL, Float32Array, Role, RolloutTree
 
 _TOLERANCE = 1e-9
 """Relative tolerance of dH and probability: builds of numpy sum in different orders. Draws are compared exactly."""
@@ -33,14 +33,14 @@ def replay_decisions(tree: RolloutTree, policy: BranchPolicy) -> int:
     """Derive all decisions of a tree again; return their number.
 
     Args:
-        tree: a finished tree with its entropies.
+        tree: a finished tree with its entropies; branches that it has lost are included.
         policy: the policy that grew it, with its settings and seed.
 
     Raises:
         DecisionMismatchError: the first difference in depth-first order. It concerns a draw, an entropy, a rule, the
             forks after a tool result, or the fresh trajectories from unused forks.
     """
-    return _Replay(tree, policy).run()
+    return _Replay(tree.grown, policy).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,9 @@ class _Replay:
             self._unused += start.budget
             return
         tool, *others = below
+        record = self._tree.segments[tool].tool
+        if record is not None and record.status == FAILED_CALL and not (others or self._children[tool]):
+            return  # the path is lost with its budget
         if others or not self._children[tool]:
             raise DecisionMismatchError(f"segment {last}: expected one TOOL segment with a MODEL segment below it")
         first = entropies if start.start_entropies is None else start.start_entropies

@@ -17,7 +17,6 @@ from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable, ToolAns
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
-_CALL_FAILED = 500  # the service is running, but fails at this call
 
 
 class ToolClient:
@@ -68,7 +67,7 @@ class ToolClient:
         timeout_s: float,
         on_retry: Callable[[], None] = lambda: None,
     ) -> ToolAnswer:
-        """Return the tool's answer with any status. If the service fails at this call, the answer is an error text.
+        """Return the tool's answer with any status, unless a service, the network or a provider has failed.
 
         Args:
             tool: name of the tool.
@@ -78,24 +77,27 @@ class ToolClient:
             on_retry: called before each retry, after the service's client has given up.
 
         Raises:
-            SandboxUnavailable: the service was unavailable for `retry_for_s` seconds.
+            SandboxUnavailable: the call failed for `retry_for_s` seconds, or a repetition is no use.
             SandboxDenied: the service does not accept the request.
         """
         request_id = uuid.uuid4().hex
-        started, give_up, pause_s = time.monotonic(), float("inf"), _FIRST_PAUSE_S
+        give_up, pause_s = float("inf"), _FIRST_PAUSE_S
+        answer: ToolAnswer | None
         while True:
             try:
-                return await self._client.call(
+                answer = await self._client.call(
                     tool, arguments, trajectory_id=trajectory_id, timeout_s=timeout_s, request_id=request_id
                 )
-            except SandboxUnavailable as error:
-                now = time.monotonic()
-                if error.status == _CALL_FAILED:
-                    text = f"The {tool} tool failed; this is not the fault of the call."
-                    return ToolAnswer(text, "error", now - started, cached=False)
-                give_up = min(give_up, now + self._retry_for_s)
-                if now >= give_up:
-                    raise
+                if answer.failure == "none":
+                    return answer
+                error = SandboxUnavailable(answer.text)
+                request_id = uuid.uuid4().hex  # the service would repeat its answer to the old one
+            except SandboxUnavailable as unavailable:
+                answer, error = None, unavailable
+            now = time.monotonic()
+            give_up = min(give_up, now + self._retry_for_s)
+            if now >= give_up or (answer is not None and answer.failure == "lasting"):
+                raise error
             on_retry()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)

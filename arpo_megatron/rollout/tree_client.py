@@ -4,6 +4,7 @@ A tree that is grown again from its record gets the recorded answers first, and 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,8 @@ from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRe
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
 from arpo_megatron.tasks.tags.calls import INVALID_JSON, InvalidJson, ToolCall, result_tokens
 from arpo_megatron.tasks.tags.tools import PYTHON
-from arpo_megatron.tree import Int32Array, ToolRecord
+from arpo_megatron.tree import FAILED_CALL, Int32Array, ToolRecord
+from tools_sandbox.client import SandboxUnavailable
 
 
 class TreeClient:
@@ -40,6 +42,10 @@ class TreeClient:
         """Costs of all answers, recorded ones included."""
         self.prefixes = SharedPrefixes(self._prefill, lambda: context.engine.cache_id(self._routing_key))
         """The tree's prefixes in the engine's cache. Its user reports when paths start and end."""
+        self.failed_calls: dict[str, str] = {}
+        """Why the newest failed call of each tool failed, without those in the record."""
+        self.calls: Counter[tuple[str, bool]] = Counter()
+        """Calls that reached the tool service, by tool and whether they were answered."""
         self._record = TreeRecord.from_entries(entries)
         self._write = record
         self._started = time.monotonic() - self._record.seconds
@@ -98,12 +104,20 @@ class TreeClient:
         return generation
 
     async def call_tool(self, node: Node, call: ToolCall | InvalidJson) -> RecordedAnswer:
-        """Return the result of the call that ended a segment, from the record or from the tool service."""
+        """Return the result of the call that ended a segment, from the record or from the tool service.
+
+        A call that fails, also when it is repeated, has status `FAILED_CALL` and no tokens.
+        """
         result = self._record.tool_results.get(node.key)
         if result is not None:
             self._count(result)
             return result
-        result = await self._send_call(node, call)
+        try:
+            result = await self._send_call(node, call)
+        except SandboxUnavailable as error:
+            self.failed_calls[call.tool] = str(error)
+            record = ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False)
+            result = RecordedAnswer(np.zeros(0, np.int32), record)
         self._add(node.key, result)
         return result
 
@@ -163,7 +177,10 @@ class TreeClient:
         if isinstance(answer, RecordedAnswer):
             invalid = answer.tool.status == INVALID_JSON
             counts.calls_invalid_json += invalid
-            counts.calls_executed += not invalid
+            failed = answer.tool.status == FAILED_CALL
+            counts.calls_failed += failed
+            counts.calls_executed += not (invalid or failed)
+            self.calls[answer.tool.name, not failed] += not invalid
             counts.calls_cached += answer.tool.cached
             return
         counts.requests += 1

@@ -227,6 +227,8 @@ class TreeCollector:
         for each in report.failed:
             current.failure = each.reason
             self._log(f"the tree of {each.tree.task_id} was dropped: {each.reason}")
+        for tool, reason in report.failed_calls.items():
+            self._log(f"calls of {tool} failed and ended their branches; one of them: {reason}")
         scored = self._accept_report(report, current, failed_because="failed")
         current.scored += scored
         return scored

@@ -16,6 +16,7 @@ from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.rollout.accounting import rollout_stats, tokens_per_second
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.lost_branches import AllBranchesLostError
 from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
@@ -37,7 +38,6 @@ from tests.rollout.growing import (
     planned,
     texts,
 )
-from tools_sandbox.client import SandboxUnavailable
 
 
 def test_trajectory_alternates_between_model_and_tool_and_keeps_every_token(
@@ -378,7 +378,7 @@ def test_unreachable_engine_fails_the_tree(sandbox_url: str) -> None:
 
 def test_unreachable_tool_service_fails_the_tree(scripted_engine: Start) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-    with pytest.raises(SandboxUnavailable):
+    with pytest.raises(AllBranchesLostError, match="python: tool service at"):
         grow(engine.url, "http://127.0.0.1:9", GrpoPolicy(2), retry_for_s=0.5)
 
 

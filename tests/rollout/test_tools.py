@@ -118,12 +118,11 @@ def test_unreachable_service_fails_the_call(port: int) -> None:
     ("failures", "expected"),
     [
         ([500] * 4, ("fine", "ok")),
-        ([500] * 999, ("The python tool failed; this is not the fault of the call.", "error")),
         ([503] * 7, ("fine", "ok")),
         ([503] * 4 + [500], ("fine", "ok")),  # a restart and one mishap: not a lasting failure
     ],
 )
-def test_http_errors_are_retried_and_become_an_answer(failures: list[int], expected: tuple[str, str]) -> None:
+def test_http_errors_are_retried(failures: list[int], expected: tuple[str, str]) -> None:
     left = list(failures)
 
     async def answer(_request: web.Request) -> web.Response:
@@ -145,6 +144,33 @@ def test_http_errors_are_retried_and_become_an_answer(failures: list[int], expec
 
     got = asyncio.run(run())
     assert (got.text, got.status) == expected
+
+
+@pytest.mark.parametrize(("failure", "repeated"), [("temporary", True), ("lasting", False)])
+def test_failure_of_a_provider_is_no_answer(failure: str, repeated: bool) -> None:
+    ids = []
+
+    async def answer(request: web.Request) -> web.Response:
+        ids.append((await request.json())["request_id"])
+        failed = {"text": "HTTP 503", "status": "error", "seconds": 0.1, "cached": False, "failure": failure}
+        return web.json_response(failed)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/call", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=1) as client:
+                await ask(client, "1")
+        finally:
+            await runner.cleanup()
+
+    with pytest.raises(SandboxUnavailable, match="HTTP 503"):
+        asyncio.run(run())
+    assert len(ids) == len(set(ids))  # the service would repeat its answer to a known id
+    assert (len(ids) > 1) == repeated
 
 
 @pytest.mark.parametrize("tokenizer", [generated_tokenizer(), train_bpe(["some text to learn from"] * 9, 400)])

@@ -103,9 +103,10 @@ class McpTool(Tool):
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
-            raise ToolBroken(f"MCP server {self._server.name}: the connection ended in the middle of a call") from error
+            problem = f"MCP server {self._server.name}: the connection ended in the middle of a call"
+            raise ToolBroken(problem, lasting=True) from error  # its effects are unknown
         except Exception as error:  # the answer violates the protocol; other calls are not affected
-            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}") from error
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}", lasting=True) from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
 

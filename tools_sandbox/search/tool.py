@@ -75,6 +75,7 @@ class SearchTool(Tool):
         self._index = SearchIndex(config.index_path) if config.index_path is not None and config.sources else None
         self._engine = self._make_engine()
         self.in_worker = config.engine == "local"
+        self.remote = not self.in_worker
         index_fingerprint = self._index.fingerprint if self._index else ""
         self.fingerprint = f"{self._engine.fingerprint} {index_fingerprint} {config.max_results} {config.snippet_chars}"
 
@@ -112,7 +113,7 @@ class SearchTool(Tool):
             try:
                 pages = await self._engine.search(arguments.query, k)
             except RequestFailed as error:
-                raise ToolBroken(str(error)) from error
+                raise ToolBroken(str(error), lasting=error.lasting) from error
         limit = self._config.snippet_chars
         lines = [f"Page {number}: {' '.join(page.split())[:limit]}" for number, page in enumerate(pages[:k], start=1)]
         return ToolResult("ok", "\n".join(lines)) if lines else ToolResult("ok", NO_RESULTS, negative=True)

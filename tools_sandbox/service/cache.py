@@ -221,7 +221,7 @@ class AnswerCache:
             entry = _Entry(result, time.time() + self._negative_s if result.negative else float("inf"))
             self._remember(key, entry)
             await self._write_file(key, entry)
-        return ToolAnswer(result.text, result.status, seconds, cached=False)
+        return ToolAnswer(result.text, result.status, seconds, cached=False, failure=result.failure)
 
     async def _read_file(self, key: str) -> _Entry | None:
         if self._file is None:

@@ -25,14 +25,13 @@ from tools_sandbox.service.deduplication import RequestDeduplicator, WorkCancell
 from tools_sandbox.service.descriptors import Budget
 from tools_sandbox.service.metrics import Metrics
 from tools_sandbox.service.scheduling import FairQueue, QueueFull
-from tools_sandbox.tool import Tool, ToolBroken, check_arguments
+from tools_sandbox.tool import Tool, ToolBroken, broken_result, check_arguments
 from tools_sandbox.utils.temporary import TemporaryFolder
 from tools_sandbox.workers.pool import WorkerPool
 
 log = logging.getLogger("tools_sandbox")
 
 _MAX_RETRY_AFTER_S = 30
-_TOOL_FAILED = "The {} tool failed; this is not the fault of the call."
 
 
 class NoAnswer(RuntimeError):  # noqa: N818 - a state, not a mistake
@@ -171,12 +170,12 @@ class ToolService:
             checked = check_arguments(tool, call.arguments)
         except ToolBroken as error:
             log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
-            return ToolAnswer(_TOOL_FAILED.format(tool.name), "error", 0.0, False)
+            return ToolAnswer(broken_result(tool.name).text, "error", 0.0, False)
         if isinstance(checked, str):
             return ToolAnswer(checked, "error", 0.0, False)
         if not tool.cacheable:
             result, seconds = await self._execute(tool, checked, call)
-            return ToolAnswer(result.text, result.status, seconds, cached=False)
+            return ToolAnswer(result.text, result.status, seconds, cached=False, failure=result.failure)
         key = cache_key(tool.name, tool.fingerprint, _as_json(checked))
         limit_s = min(call.timeout_s, self._config.limits.time_s, tool.max_time_s)
         try:
@@ -220,15 +219,18 @@ class ToolService:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                text = f"Time limit exceeded: {tool.name} did not finish within {timeout_s:g} s."
-                return ToolResult("timeout", text)
+                text = f"{tool.name} did not finish within {timeout_s:g} s."
+                if tool.remote:
+                    raise ToolBroken(text) from None
+                return ToolResult("timeout", f"Time limit exceeded: {text}")
         except SandboxFull as error:
             raise self._no_answer("queue_full", str(error), tool) from error
         except (SandboxBroken, ToolBroken) as error:
             log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
+            return broken_result(tool.name, error if isinstance(error, ToolBroken) else ToolBroken(str(error)))
         except Exception:
             log.exception("tool failed", extra={"tool": tool.name})
-        return ToolResult("error", _TOOL_FAILED.format(tool.name))
+        return broken_result(tool.name)
 
     def _no_answer(self, reason: str, message: str, tool: Tool | None = None) -> NoAnswer:
         self.metrics.refusals.labels(reason).inc()

@@ -60,6 +60,7 @@ class AnswerBody(BaseModel):
     status: str
     seconds: float
     cached: bool
+    failure: str = "none"
 
 
 class _AsciiJson(JSONResponse):

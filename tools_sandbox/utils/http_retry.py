@@ -13,7 +13,14 @@ _MAX_PAUSE_S = 30.0
 
 
 class RequestFailed(RuntimeError):  # noqa: N818 - a state
-    """The request failed, also after its retries. The message contains no keys."""
+    """The request failed, also after its retries. The message contains no keys.
+
+    lasting: a later request would fail, too: a wrong key, an empty account.
+    """
+
+    def __init__(self, message: str, *, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class RateLimit:
@@ -45,7 +52,7 @@ async def request_json(
 
     timeout_s: time limit of one attempt. request: keyword arguments of aiohttp's `request`. Raises RequestFailed.
     """
-    problem = ""
+    problem, lasting = "", False
     for attempt in range(retries + 1):
         if rate_limit is not None:
             await rate_limit.wait()
@@ -56,7 +63,7 @@ async def request_json(
                 if reply.status == 200:
                     return await reply.json(content_type=None)
                 problem = f"HTTP {reply.status}"
-                if reply.status != 429 and reply.status < 500:
+                if lasting := reply.status != 429 and reply.status < 500:
                     break
                 after = reply.headers.get("Retry-After", "")
                 if after.isdecimal():
@@ -67,4 +74,4 @@ async def request_json(
             problem = f"{type(error).__name__}: {error}"
         if attempt < retries:
             await asyncio.sleep(pause_s)
-    raise RequestFailed(f"{url}: {problem}")
+    raise RequestFailed(f"{url}: {problem}", lasting=lasting)

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import worker_tools
 from tools_sandbox.config import ConfigError, SandboxConfig
-from tools_sandbox.tool import Tool, ToolBroken, check_arguments
+from tools_sandbox.tool import Tool, ToolBroken, broken_result, check_arguments
 from tools_sandbox.utils import frames, logs
 from tools_sandbox.workers.published import describe
 
@@ -32,17 +32,18 @@ _STOP_S = 8.0
 """Seconds for all tools to stop. An MCP server needs up to four."""
 
 
-async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult | None:
-    """Return the result, or None if the tool itself is broken."""
+async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
+    """Return the result; a tool that is broken has one, too."""
     checked = check_arguments(tool, arguments)
     assert not isinstance(checked, str), checked  # the service has checked them already
     try:
         return ToolResult(*await tool.run(checked, timeout_s))
     except ToolBroken as error:
         log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
+        return broken_result(tool.name, error)
     except Exception:
         log.exception("tool failed", extra={"tool": tool.name})
-    return None
+    return broken_result(tool.name)
 
 
 async def _serve(control: socket.socket) -> None:

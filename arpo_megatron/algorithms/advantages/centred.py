@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from arpo_megatron.algorithms.advantages.group import finite, without_signal
+from arpo_megatron.algorithms.advantages.group import finite
+from arpo_megatron.algorithms.advantages.lost import centre
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.types import Floats
 
@@ -16,6 +15,4 @@ class Centred:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves] per group."""
-        rewards = [finite(group.rewards) for group in groups]
-        # Equal rewards give exact zeros, without rounding errors.
-        return [np.zeros_like(r) if without_signal(r) else r - r.mean() for r in rewards]
+        return [centre(group, finite(group.rewards)) for group in groups]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from arpo_megatron.algorithms.advantages.lost import centre
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.types import Floats
 
@@ -21,7 +22,8 @@ class GroupNormalised:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves] per group."""
-        return [group_advantages(group.rewards) for group in groups]
+        rewards = [finite(group.rewards) for group in groups]
+        return [_normalised(r, centre(group, r)) for group, r in zip(groups, rewards, strict=True)]
 
 
 def group_advantages(rewards: ArrayLike) -> Floats:
@@ -37,10 +39,12 @@ def group_advantages(rewards: ArrayLike) -> Floats:
         ValueError: the rewards are not a finite vector.
     """
     values = finite(rewards)
-    if without_signal(values):
-        return np.zeros_like(values)
-    advantages: Floats = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
-    return advantages
+    return _normalised(values, values - values.mean() if len(values) else values)
+
+
+def _normalised(rewards: Floats, centred: Floats) -> Floats:
+    """Divide centred rewards by the spread of the rewards."""
+    return np.zeros_like(rewards) if without_signal(rewards) else np.asarray(centred / (rewards.std(ddof=1) + 1e-6))
 
 
 def finite(rewards: ArrayLike) -> Floats:

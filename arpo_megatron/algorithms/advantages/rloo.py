@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from arpo_megatron.algorithms.advantages.group import finite, without_signal
+from arpo_megatron.algorithms.advantages.group import finite
+from arpo_megatron.algorithms.advantages.lost import centre
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.types import Floats
 
@@ -19,10 +18,8 @@ class LeaveOneOut:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves] per group; zeros if there is nothing to compare."""
-        advantages = []
-        for rewards in (finite(group.rewards) for group in groups):
-            if without_signal(rewards):
-                advantages.append(np.zeros_like(rewards))
-            else:
-                advantages.append(len(rewards) / (len(rewards) - 1) * (rewards - rewards.mean()))
-        return advantages
+        sizes = [group.tree.planned for group in groups]
+        return [
+            size / max(1, size - 1) * centre(group, finite(group.rewards))
+            for size, group in zip(sizes, groups, strict=True)
+        ]

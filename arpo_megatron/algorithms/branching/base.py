@@ -145,6 +145,11 @@ def fresh_path_key(initial: int, ended: PathKey, number: int) -> PathKey:
     return (initial, len(ended), *ended, number)
 
 
+def ended_path_key(place: PathKey) -> PathKey | None:
+    """Return the `ended` of a `fresh_path_key`; None for the place of another trajectory from the prompt."""
+    return place[2 : 2 + place[1]] if len(place) > 1 else None
+
+
 def uniform_draw(seed: int, step: int, task_id: str, path: PathKey) -> float:
     """Return a number in [0, 1) that depends on the arguments alone."""
     return float(np.random.default_rng(_sequence(seed, step, task_id, path)).random())

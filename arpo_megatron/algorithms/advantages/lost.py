@@ -1,0 +1,63 @@
+"""Rewards minus their mean, when failed tool calls have cost a tree some of its trajectories.
+
+A trajectory with many tool calls is lost more often than one without. Rewards and gradients of the remaining ones alone
+would therefore favour trajectories that call no tool, and two trajectories that share a call remain together more often
+than two others. Each pair is weighted by the inverse of its chance to remain (Horvitz and Thompson, 1952):
+
+    A_i = 1/M * sum_j (r_i - r_j) / pi_ij        pi_ij = product of p over the calls that i or j needs
+
+M is the number of trajectories without failures, p the share of a tool's calls that are answered
+(`RolloutTree.answered_shares`). With the weights 1/(M |o_i|) of `loss_aggregation=sequence-mean`, the expected gradient
+over independent failures is then exactly that without failures (`tests/rollout/test_lost_branches.py` enumerates a
+small policy).
+Without failed calls, A_i = r_i - mean(r).
+"""
+
+import numpy as np
+
+from arpo_megatron.algorithms.base import Group
+from arpo_megatron.algorithms.credit import TreeShape
+from arpo_megatron.algorithms.types import Floats
+from arpo_megatron.tree import RolloutTree
+
+MAX_PAIR_WEIGHT = 10.0
+"""Bound of 1 / pi_ij: in an outage, single trajectories would otherwise get any weight."""
+_ANSWERED = ("ok", "error", "timeout", "refused")  # other calls never reach the tool service
+
+
+def centre(group: Group, rewards: Floats) -> Floats:
+    """Return rewards minus their mean, corrected for lost trajectories.
+
+    Args:
+        group: the trajectories of one task.
+        rewards: float64[leaves], finite.
+
+    Returns:
+        float64[leaves]; exact zeros if there is nothing to compare.
+    """
+    tree = group.tree
+    if len(rewards) < 2 or np.ptp(rewards) == 0.0:
+        return np.zeros_like(rewards)
+    if tree.lost is None and not tree.answered_shares:
+        return np.asarray(rewards - rewards.mean())
+    differences = rewards[:, None] - rewards[None, :]
+    return np.asarray((differences * pair_weights(tree)).sum(1) / tree.planned)
+
+
+def pair_weights(tree: RolloutTree) -> Floats:
+    """Return float64[leaves, leaves], the inverse chance that both trajectories are in the tree, at most
+    `MAX_PAIR_WEIGHT`.
+    """
+    rates = tree.answered_shares
+    shape = TreeShape(tree)
+    rows = {int(leaf): row for row, leaf in enumerate(shape.leaves)}
+    needed = shape.on_path.copy()
+    for row, leaf in enumerate(shape.leaves):
+        above = tree.needs.get(tree.path(int(leaf))[1])
+        while above is not None:
+            needed[row] |= shape.on_path[rows[above]]
+            above = tree.needs.get(tree.path(above)[1])
+    calls = [None if s.tool is None or s.tool.status not in _ANSWERED else s.tool.name for s in tree.segments]
+    logs = np.array([0.0 if tool is None else -np.log(rates.get(tool, 1.0)) for tool in calls])
+    pairs = needed[:, None, :] | needed[None, :, :]
+    return np.asarray(np.minimum(np.exp(pairs @ logs), MAX_PAIR_WEIGHT))
