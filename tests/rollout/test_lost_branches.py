@@ -53,9 +53,9 @@ POLICY = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0)
 
 @dataclass
 class Choices:
-    """Decides by key: as told, else the first option; `drawn` has every decision of a run in its order."""
+    """Decides by key: as given, else by the first option; `drawn` has every decision of a run in its order."""
 
-    told: Sequence[int] = ()
+    given: Sequence[int] = ()
     rng: random.Random | None = None
     drawn: list[tuple[object, int, list[float]]] = field(default_factory=list)
 
@@ -66,12 +66,12 @@ class Choices:
         if self.rng is not None:
             option = self.rng.choices(range(len(probabilities)), probabilities)[0]
         else:
-            option = self.told[len(self.drawn)] if len(self.drawn) < len(self.told) else 0
+            option = self.given[len(self.drawn)] if len(self.drawn) < len(self.given) else 0
         self.drawn.append((key, option, probabilities))
         return option
 
     def next(self) -> list[int] | None:
-        """Return what to tell the next run of an enumeration."""
+        """Return what the next run of an enumeration is given."""
         options = [option for _, option, _ in self.drawn]
         while options:
             options[-1] += 1
@@ -141,14 +141,14 @@ def grow_with(
 
 def enumerate_trees() -> Iterator[tuple[RolloutTree | None, float, bool]]:
     """Yield every tree with its probability, and whether no call has failed."""
-    told: list[int] | None = []
-    while told is not None:
-        choices = Choices(told)
+    given: list[int] | None = []
+    while given is not None:
+        choices = Choices(given)
         tree, _ = grow_with(choices)
         probability = math.prod(chances[option] for _, option, chances in choices.drawn)
         failed = any(option and isinstance(key, tuple) for key, option, _ in choices.drawn)
         yield tree, probability, not failed
-        told = choices.next()
+        given = choices.next()
 
 
 def turns_of(tree: RolloutTree, leaf: int) -> list[str]:
@@ -231,7 +231,7 @@ def test_expected_gradient_does_not_depend_on_failures(all_trees: list[Any]) -> 
 
 
 def test_bias_without_correction_and_of_normalised_groups_is_known(all_trees: list[Any]) -> None:
-    """docs/rollouts.md has the figures."""
+    """docs/guides/rollouts.md has the figures."""
     intact = without_failures(all_trees)
 
     def bias(rule: Callable[[RolloutTree], np.ndarray], target: np.ndarray) -> float:
