@@ -1,7 +1,7 @@
 """Branches that end with a failed tool call: they leave the tree, and what the estimator needs to know stays.
 
 A call fails if the tool service, the network or a provider fails, also when it is repeated. There is no result that the
-model could read, so the path cannot continue, and its text must not be trained as if it had ended there. What is lost:
+model could read, so the path cannot continue, and its text must not be trained as if it had ended there. It loses
 
 - the segments that no other trajectory shares;
 - the forks that are reserved for the path: they could only start below the failed call or after the path's end.

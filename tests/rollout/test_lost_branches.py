@@ -44,7 +44,7 @@ TURNS = (
     {"<search>x</search>": 0.4, "yes": 0.6},
     {"yes!": 0.6, "no!": 0.4},
 )
-"""What the policy may write in its first, second and third turn, with probabilities."""
+"""Texts that the policy may write in its first, second and third turn, with probabilities."""
 FAILURES = {"python": 0.1, "search": 0.15}
 SHARES = {tool: 1 - chance for tool, chance in FAILURES.items()}
 REWARDS = {"no call": 0.2, "yes": 1.0, "yes!": 0.6, "no!": 0.0}
