@@ -75,12 +75,12 @@ def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
 FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
 """The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16."""
 
-FP8_ENGINE: Variant = {"engine.quantization": "fp8", "algorithm.trajectory_weight_limit": 2.0}
-"""Rollouts with quantized weights, and trajectory weights that correct for the difference; not for models with normed
-heads."""
+FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
+"""Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects; not for models with
+normed heads."""
 
 
 def asynchronous(layout: RecipeLayout) -> Variant:
     """Return the layout with as many GPUs again for engines, and rollouts that overlap with training."""
     split = replace(layout, split=True, memory_fraction=0.85)
-    return {**split.variant(), "rollout.max_staleness": 1, "algorithm.trajectory_weight_limit": 2.0}
+    return {**split.variant(), "rollout.max_staleness": 1}

@@ -110,9 +110,15 @@ class UpdateStats:
     masked_share: float | None = None
     """Share of the batch's weighted advantages, by absolute value, that the loss masked (`ipa`, `hispo`,
     `clip_cov`); None for losses without a mask."""
-    weights_limited: float | None = None
-    """Share of trajectories whose importance weight reached `algorithm.trajectory_weight_limit`, in [0, 1]; None
-    without a limit."""
+    weights_mean: float | None = None
+    """Mean importance weight before the division by it; 1 without truncation on average. None without a
+    `sampling_correction`, like the next three."""
+    weights_ess: float | None = None
+    """Effective sample size of the importance weights over their number, in (0, 1]."""
+    weights_truncated: float | None = None
+    """Share of importance weights outside their bounds, in [0, 1]."""
+    kl_sampling: float | None = None
+    """Mean k3 estimate of KL(policy that sampled || policy of the step), in nats per token."""
     expert_busiest: float | None = None
     """Load of the busiest expert of any layer over the mean load, over tokens of trajectories; None without experts."""
     expert_loss: float | None = None

@@ -161,7 +161,7 @@ class BatchLoss(Protocol):
     """A loss that is linear in the log-probs once the batch is known as a whole, its ratios for example.
 
     A loss whose ratios refer to the policies that sampled declares `corrects_for_sampling = True` (a ClassVar). It may
-    then train old trajectories without `algorithm.trajectory_weight_limit`. Implementations are pure.
+    then train old trajectories without `algorithm.sampling_correction`. Implementations are pure.
     """
 
     def value(self, batch: LossBatch) -> BatchValue:

@@ -2,6 +2,7 @@
 
 from arpo_megatron.algorithms.base import AdvantageEstimator, PolicyLoss, TokenLoss, TokenScaling
 from arpo_megatron.algorithms.branching import initial_trajectories
+from arpo_megatron.algorithms.importance import Correction
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.registry import ExtensionPoint, check_params, load, make
@@ -44,17 +45,42 @@ def check_components(job: JobConfig) -> None:
             f"algorithm.advantage={config.advantage} scales single tokens, which algorithm.loss={config.loss} does not "
             "support: use a token-level loss such as ppo"
         )
-    if config.trajectory_weight_limit is None and not getattr(loss, "corrects_for_sampling", False):
-        _check_on_policy(job)
+    _check_correction(job, loss)
     for point, name in components:
         if point is ExtensionPoint.REPLAY:
             make(point, name, config.component_params())
 
 
-def _check_on_policy(job: JobConfig) -> None:
-    """Refuse to train on tokens of older weights if neither the loss nor trajectory weights correct for it."""
-    remedy = "trains on tokens of older weights: correct for them with algorithm.trajectory_weight_limit=2"
+def sampling_correction(job: JobConfig) -> Correction:
+    """Return the importance weights of a job: `algorithm.sampling_correction` with `auto` resolved."""
+    chosen = job.algorithm.sampling_correction
+    if chosen != "auto":
+        return chosen
+    other_policy = _older_weights(job) or job.engine.quantization != "none"
+    return "tis" if other_policy and not _corrects(make_policy_loss(job.algorithm)) else "none"
+
+
+def _older_weights(job: JobConfig) -> str | None:
+    """Return the setting because of which a job trains on tokens of older weights; None if it does not."""
     if job.algorithm.replay is not None:
-        raise UserError(f"algorithm.replay={job.algorithm.replay} {remedy}")
-    if job.rollout.max_staleness:
-        raise UserError(f"rollout.max_staleness={job.rollout.max_staleness} {remedy}, or set rollout.max_staleness=0")
+        return f"algorithm.replay={job.algorithm.replay}"
+    return f"rollout.max_staleness={job.rollout.max_staleness}" if job.rollout.max_staleness else None
+
+
+def _corrects(loss: PolicyLoss) -> bool:
+    return getattr(loss, "corrects_for_sampling", False)
+
+
+def _check_correction(job: JobConfig, loss: PolicyLoss) -> None:
+    """Refuse to train on tokens of older weights without a correction, or with two."""
+    chosen = job.algorithm.sampling_correction
+    if _corrects(loss):
+        if chosen not in ("auto", "none"):
+            raise UserError(
+                f"algorithm.loss={job.algorithm.loss} corrects for sampling itself: "
+                f"leave out algorithm.sampling_correction={chosen}"
+            )
+    elif chosen == "none" and (cause := _older_weights(job)):
+        raise UserError(f"{cause} trains on tokens of older weights: set algorithm.sampling_correction=tis")
+    if job.algorithm.sampling_ratio_min > job.algorithm.sampling_ratio_max:
+        raise UserError("algorithm.sampling_ratio_min exceeds algorithm.sampling_ratio_max")

@@ -78,6 +78,14 @@ def tree_credits(
     ]
 
 
+def scale_credits(credits: Sequence[TreeCredit], factors: Sequence[Floats]) -> list[TreeCredit]:
+    """Multiply all coefficients of each token by a factor, for each tree float64[tokens] in segment-index order."""
+    return [
+        _credit(own.positive * factor, own.negative * factor, own.weight * factor)
+        for own, factor in zip(credits, factors, strict=True)
+    ]
+
+
 def supervised_credit(trees: Sequence[RolloutTree]) -> list[TreeCredit]:
     """Return credit for supervised training: every leaf has advantage 1, token-mean.
 

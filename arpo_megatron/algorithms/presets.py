@@ -119,7 +119,6 @@ GUI_ARPO = preset(
     clip_low=0.2,
     clip_high=0.3,
     kl_coefficient=0.0,
-    trajectory_weight_limit=2.0,
     params={"replay_keep": 8, "replay_std_below": 0.05, "replay_mean_below": 0.2},
 )
 FLOW_GRPO = preset(
@@ -163,7 +162,6 @@ MINIRL = preset(
     clip_low=0.2,
     clip_high=0.27,
     kl_coefficient=0.0,
-    trajectory_weight_limit=None,
     params={"importance_limit": 5.0},
 )
 HISPO = preset(
@@ -193,7 +191,6 @@ RAPO = preset(
     selector="unsaturated",
     advantage="rapo",
     replay="success_replay",
-    trajectory_weight_limit=2.0,
     params={"saturated_at": 0.9, "replay_keep": 1, "replay_std_below": 0.05, "replay_mean_below": 0.2},
 )
 REMIX = preset(
@@ -201,7 +198,6 @@ REMIX = preset(
     f"arXiv 2507.06892, its first stage). {EXPERIMENTAL}",
     loss="mix_ppg",
     replay="rollout_replay",
-    trajectory_weight_limit=None,
     params={"rollout_share": 0.4, "rollout_age": 2},
 )
 XRPO = preset(
@@ -215,7 +211,6 @@ SPEAR = preset(
     "2509.22601). Experimental: the advantage of replayed trajectories comes from public notes.",
     loss="clip_cov",
     replay="self_imitation",
-    trajectory_weight_limit=2.0,
     reward__terms={"spear": 0.5},
     params={
         "covariance_share": 0.0002,
@@ -230,7 +225,6 @@ DOTS = preset(
     "(difficulty-targeted selection and rollout replay, arXiv 2506.05316).",
     selector="targeted",
     replay="rollout_replay",
-    trajectory_weight_limit=2.0,
     params={
         "difficulty_target": 0.5,
         "difficulty_temperature": 0.1,

@@ -259,7 +259,6 @@ def _job(*, ahead: bool) -> JobConfig:
         "bench",
         train=TrainConfig(steps=STEPS, tasks_per_step=TASKS),
         rollout=RolloutConfig(max_staleness=int(ahead)),
-        algorithm=AlgorithmConfig(trajectory_weight_limit=2.0),
     )
 
 

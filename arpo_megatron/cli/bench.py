@@ -102,5 +102,24 @@ def sandbox(
     _answer("sandbox", {**ratios, "python": python, "search": bench_search(passages)})
 
 
+@app.command()
+def importance(
+    tokens: Annotated[int, typer.Option(min=2, max=14, help="Length of the enumerated trajectories.")] = 10,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Compute bias and noise of each sampling correction exactly, on a small problem."""
+    from arpo_megatron.bench.importance import bench_importance
+
+    results = bench_importance(tokens)
+    if not json_only:
+        for row in results["rows"]:
+            print(f"KL {row['kl_nats']:g} nats per trajectory", file=sys.stderr)
+            for name, found in row.items():
+                if isinstance(found, dict):
+                    figures = "  ".join(f"{key} {value:.3f}" for key, value in found.items())
+                    print(f"  {name:10s} {figures}", file=sys.stderr)
+    _answer("importance", results)
+
+
 def _answer(name: str, results: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **results}), flush=True)

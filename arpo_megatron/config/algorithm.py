@@ -63,9 +63,17 @@ class AlgorithmConfig:
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Upper bound c of the ratio for negative advantages; None: no bound."""
-    trajectory_weight_limit: PositiveFloat | None = None
-    """Weigh each trajectory by min(limit, its probability under the step's policy over that at which the engine sampled
-    it). This corrects for older weights and for the engine's arithmetic. None: no weights."""
+    sampling_correction: Literal["auto", "none", "tis", "icepop", "geometric", "product"] = "auto"
+    """Importance weights for tokens that older weights, or an engine with other arithmetic, have sampled, divided by
+    their mean over the batch. r is the probability of a token under the step's policy over that at which it was
+    sampled. `tis`: min(r, sampling_ratio_max) per token. `icepop`: r per token, 0 outside the two bounds.
+    `geometric` and `product`: the geometric mean or the product of r over a trajectory, at most sampling_ratio_max.
+    `auto`: `tis` if tokens may come from older weights (`rollout.max_staleness`, `algorithm.replay`) or from a
+    quantized engine and the loss does not correct for that itself, else `none`."""
+    sampling_ratio_max: PositiveFloat = 2.0
+    """Largest ratio of `sampling_correction`."""
+    sampling_ratio_min: NonNegativeFloat = 0.5
+    """Smallest ratio that `sampling_correction=icepop` keeps."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the k3 penalty on distance from the initial weights; above 0 a copy of them is kept in host memory."""
     entropy_coefficient: NonNegativeFloat = 0.0

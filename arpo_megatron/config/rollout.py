@@ -37,8 +37,8 @@ class RolloutConfig:
     finished first."""
     stale: Literal["wait", "drop"] = "wait"
     """Handling of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`: the step
-    continues; when they finish they are left out, counted and replaced. `algorithm.trajectory_weight_limit` corrects
-    for the older weights in trees that are trained."""
+    continues; when they finish they are left out, counted and replaced. `algorithm.sampling_correction` corrects for
+    the older weights in trees that are trained."""
     oversampling: NonNegativeFloat = 0.0
     """Share of trees started beyond a step's need; the last ones to finish are dropped. Favours short trajectories.
     Needs `max_staleness` = 0."""

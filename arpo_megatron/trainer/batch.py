@@ -14,16 +14,17 @@ import numpy as np
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.algorithms.base import BatchValue, Group, LossBatch, TokenLoss, TokenScaling
-from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss
+from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss, sampling_correction
 from arpo_megatron.algorithms.credit import (
     LossForm,
     TreeCredit,
     TreeShape,
     check_advantages,
     leaf_weights,
+    scale_credits,
     tree_credits,
 )
-from arpo_megatron.algorithms.importance import trajectory_weights
+from arpo_megatron.algorithms.importance import SamplingWeights, sampling_weights
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
@@ -140,12 +141,13 @@ def finish_credit(
         entropies: of the packs under the policy of the step; only some algorithms need them.
     """
     loss, estimator = make_policy_loss(config.algorithm), make_advantage_estimator(config.algorithm)
-    limit = config.algorithm.trajectory_weight_limit
+    correction = sampling_correction(config)
     scaling = estimator if isinstance(estimator, TokenScaling) else None
-    if isinstance(loss, TokenLoss) and limit is None and scaling is None:
+    if isinstance(loss, TokenLoss) and correction == "none" and scaling is None:
         return ReadyUpdate(batch.packs, old_logprobs, "policy")
+    weights = _sampling_weights(batch, old_logprobs, config)
     if isinstance(loss, TokenLoss):
-        inputs = _loss_batch(batch, old_logprobs, old_logprobs, entropies, config)
+        inputs = _loss_batch(batch, old_logprobs, old_logprobs, entropies, config, weights)
         factors = None if scaling is None or not parallel.is_rank_zero() else scaling.token_factors(inputs)
         credits = tree_credits(
             inputs.trees,
@@ -154,14 +156,27 @@ def finish_credit(
             trajectory_weights=inputs.trajectory_weights,
             token_factors=factors,
         )
-        return ReadyUpdate(_with_credits(batch, credits), old_logprobs, "policy", _limited_share(inputs, limit))
+        return ReadyUpdate(_with_credits(batch, credits, weights), old_logprobs, "policy", {**weights.statistics})
     new = old_logprobs if on_policy else actor.logprobs(batch.packs)
-    inputs = _loss_batch(batch, old_logprobs, new, entropies, config)
+    inputs = _loss_batch(batch, old_logprobs, new, entropies, config, weights)
     # Ratios and loss cover the whole batch, so rank 0 alone computes and reports them. They come from the log-probs of
     # earlier passes; kl_old of this pass shows whether it computes the same.
     value = loss.value(inputs) if parallel.is_rank_zero() else BatchValue(0.0, [])
-    statistics = {**value.statistics, **_limited_share(inputs, limit)}
-    return ReadyUpdate(_with_credits(batch, value.credits), old_logprobs, "linear", statistics)
+    statistics = {**value.statistics, **weights.statistics}
+    return ReadyUpdate(_with_credits(batch, value.credits, weights), old_logprobs, "linear", statistics)
+
+
+def _sampling_weights(batch: Batch, old_logprobs: Sequence[Float32Array], config: JobConfig) -> SamplingWeights:
+    """Return the importance weights of a batch; without trees (on other ranks than 0) all lists are empty."""
+    sampled = [pack.sampling_logprobs for pack in batch.packs]
+    log_ratios = [a - b for a, b in zip(old_logprobs, sampled, strict=True)]
+    return sampling_weights(
+        batch.trees,
+        split_by_tree(batch.packs, log_ratios, batch.trees) if batch.trees else [],
+        sampling_correction(config),
+        low=config.algorithm.sampling_ratio_min,
+        high=config.algorithm.sampling_ratio_max,
+    )
 
 
 def _loss_batch(
@@ -170,24 +185,21 @@ def _loss_batch(
     logprobs: Sequence[Float32Array],
     entropies: Sequence[Float32Array],
     config: JobConfig,
+    weights: SamplingWeights,
 ) -> LossBatch:
     """Arrange values by tree; without trees (on other ranks than 0) all lists are empty."""
-    trees, algorithm = batch.trees, config.algorithm
+    trees = batch.trees
 
     def by_tree(values: Sequence[Float32Array]) -> list[Floats]:
         return split_by_tree(batch.packs, values, trees) if trees else []
 
     old, sampling = by_tree(old_logprobs), by_tree([pack.sampling_logprobs for pack in batch.packs])
     shapes = [TreeShape(tree) for tree in trees]
-    factors = [np.ones(len(shape.leaves)) for shape in shapes]
-    if algorithm.trajectory_weight_limit is not None:
-        log_ratios = [a - b for a, b in zip(old, sampling, strict=True)]
-        factors = trajectory_weights(trees, log_ratios, limit=algorithm.trajectory_weight_limit)
     return LossBatch(
         trees=trees,
         advantages=batch.advantages,
-        weights=leaf_weights(shapes, algorithm.loss_aggregation, factors),
-        trajectory_weights=factors,
+        weights=leaf_weights(shapes, config.algorithm.loss_aggregation, weights.leaves),
+        trajectory_weights=weights.leaves,
         old_logprobs=old,
         logprobs=by_tree(logprobs),
         sampling_logprobs=sampling,
@@ -195,13 +207,9 @@ def _loss_batch(
     )
 
 
-def _limited_share(batch: LossBatch, limit: float | None) -> dict[str, float]:
-    """Return the share of trajectories whose importance weight met the limit."""
-    if limit is None or not batch.trees:
-        return {}
-    return {"weights_limited": float(np.mean(np.concatenate(batch.trajectory_weights) >= limit))}
-
-
-def _with_credits(batch: Batch, credits: Sequence[TreeCredit]) -> list[TreePack]:
-    """Return the packs with rank 0's new credits, on every rank."""
-    return parallel.broadcast_object(replace_credits(batch.packs, credits) if parallel.is_rank_zero() else batch.packs)
+def _with_credits(batch: Batch, credits: Sequence[TreeCredit], weights: SamplingWeights) -> list[TreePack]:
+    """Return the packs with rank 0's new credits times the weights of tokens, on every rank."""
+    packs = batch.packs
+    if parallel.is_rank_zero():
+        packs = replace_credits(packs, scale_credits(credits, weights.tokens))
+    return parallel.broadcast_object(packs)

@@ -90,8 +90,7 @@ def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:
     return Advice(
         "Trainer and engine disagree more than before",
         f"the largest log-prob gap is {now:.2g} nats; at the start it was {before or 0:.2g}",
-        "compare dtypes and kernels of trainer and engine, and limit the effect with "
-        "algorithm.trajectory_weight_limit=2",
+        "compare dtypes and kernels of trainer and engine, and limit the effect with algorithm.sampling_correction=tis",
         "logprob_gap",
         "docs/guides/engines-and-weights.md",
     )
@@ -110,8 +109,7 @@ def _engine_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
     return Advice(
         "The engines are idle most of the time",
         f"the rollout takes {rollout / total:.0%} of a step; for the rest the engines wait for the trainer",
-        "let trees grow while the trainer works (rollout.max_staleness=1 algorithm.trajectory_weight_limit=2), or "
-        "give the trainer more GPUs",
+        "let trees grow while the trainer works (rollout.max_staleness=1), or give the trainer more GPUs",
         "seconds/rollout",
         "docs/guides/rollouts.md",
     )
@@ -124,8 +122,7 @@ def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
     return Advice(
         "The trainer waits for the rollout most of the time",
         f"the rollout takes {rollout / total:.0%} of a step",
-        "add engines (engine.replicas), or let trees grow while the trainer works "
-        "(rollout.max_staleness=1 algorithm.trajectory_weight_limit=2)",
+        "add engines (engine.replicas), or let trees grow while the trainer works (rollout.max_staleness=1)",
         "seconds/rollout",
         "docs/guides/rollouts.md",
     )

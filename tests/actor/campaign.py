@@ -51,7 +51,7 @@ def new_actor(kind: str) -> Actor:
         "bfloat16",
         balance=0.5 if spec.experts else 0.0,  # its gradient follows from the load that the pass before has measured
         max_length=120,
-        algorithm=AlgorithmConfig(trajectory_weight_limit=2.0),
+        algorithm=AlgorithmConfig(sampling_correction="tis"),
         train=TrainConfig(token_budget=120),
     )
     return Actor(job, spec, None, optimizer=config, total_updates=STEPS)

@@ -95,7 +95,12 @@ PROBLEMS = {
     "sequence": Problem(
         forest=(*(cases.grown(70 + i) for i in range(2)), cases.odd(6)),
         algorithm=AlgorithmConfig(
-            loss="gspo", clip_low=0.1, clip_high=0.2, dual_clip=None, trajectory_weight_limit=WEIGHT_LIMIT
+            loss="gspo",
+            clip_low=0.1,
+            clip_high=0.2,
+            dual_clip=None,
+            sampling_correction="geometric",
+            sampling_ratio_max=WEIGHT_LIMIT,
         ),
         packings=("several", "cut"),
         stale=True,
@@ -103,7 +108,7 @@ PROBLEMS = {
     "weighted": Problem(
         # Packs compute the system prompt once, for several trees.
         forest=(*(cases.grown(80 + i, samples=4, system=SYSTEM) for i in range(4)), cases.odd(7)),
-        algorithm=AlgorithmConfig(**CLIP, trajectory_weight_limit=WEIGHT_LIMIT),
+        algorithm=AlgorithmConfig(**CLIP, sampling_correction="tis", sampling_ratio_max=WEIGHT_LIMIT),
         packings=("several", "cut"),
         stale=True,
     ),

@@ -152,11 +152,12 @@ def flat_off_policy(
     spec: ModelSpec,
     *,
     ratio: str,
+    correction: str,
     limit: float,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, list[float]]:
+) -> tuple[Tensor, Tensor]:
     """Compute a batch's loss trajectory by trajectory when the old policy has other weights than the current one.
 
     Args:
@@ -166,13 +167,14 @@ def flat_off_policy(
         advantages: per tree, of its leaves.
         spec: the model.
         ratio: "sequence" is GSPO (arXiv 2507.18071 eq. 5), mean over trajectories; "token" is PPO-clip, token mean.
-        limit: largest importance weight of a trajectory.
+        correction: importance weights, "tis" by token or "geometric" by trajectory.
+        limit: largest importance weight.
         clip_low: lower clip, as a distance from 1.
         clip_high: upper clip, as a distance from 1.
         dual_clip: bound of the dual clip for "token".
 
     Returns:
-        The loss, and each trajectory's weight: min(limit, its probability under the old policy over that in sampling).
+        The loss, and the weights of all tokens (or trajectories) before they are divided by their mean.
     """
     rows = []
     for tree, own in zip(forest, advantages, strict=True):
@@ -181,8 +183,11 @@ def flat_off_policy(
             mask = torch.from_numpy(trajectory.loss_mask[1:]).bool()
             new, old = (trajectory_logprobs(weights, tree, leaf, spec)[mask] for weights in (p, step))
             drawn = torch.from_numpy(trajectory.logprobs[1:]).to(new.dtype)[mask]
-            rows.append((new - old.detach(), min(limit, float((old - drawn).detach().sum().exp())), float(advantage)))
+            gap = (old - drawn).detach()
+            weight = (gap if correction == "tis" else gap.sum()[None] / max(1, len(gap))).exp().clamp(max=limit)
+            rows.append((new - old.detach(), weight, float(advantage)))
     total, tokens = torch.zeros((), dtype=torch.float64), sum(len(change) for change, _, _ in rows)
+    weights = torch.cat([weight for _, weight, _ in rows])
     for change, weight, advantage in rows:
         if ratio == "sequence":
             ratios, count = (change.sum() / max(1, len(change))).exp()[None], len(rows)
@@ -191,8 +196,8 @@ def flat_off_policy(
         objective = torch.minimum(ratios * advantage, ratios.clamp(1 - clip_low, 1 + clip_high) * advantage)
         if advantage < 0 and dual_clip is not None:
             objective = torch.maximum(objective, torch.full_like(objective, dual_clip * advantage))
-        total = total - weight / count * objective.sum()
-    return total, [weight for _, weight, _ in rows]
+        total = total - (weight / weights.mean() * objective).sum() / count
+    return total, weights
 
 
 def learning_rate(

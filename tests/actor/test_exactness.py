@@ -164,10 +164,11 @@ def stale_loss(problem: proof.Problem, parameters, first, spec) -> torch.Tensor:
         problem.advantages,
         spec,
         ratio="sequence" if problem.algorithm.loss == "gspo" else "token",
+        correction=problem.algorithm.sampling_correction,
         limit=proof.WEIGHT_LIMIT,
         **bounds,
     )
-    assert min(weights) < proof.WEIGHT_LIMIT / 2 and weights.count(proof.WEIGHT_LIMIT) > 1
+    assert weights.min() < proof.WEIGHT_LIMIT / 2 and (weights == proof.WEIGHT_LIMIT).sum() > 1
     return loss
 
 

@@ -18,7 +18,9 @@ LOW, HIGH, LIMIT = 0.1, 0.2, 1.5
 @pytest.mark.parametrize("budget", [10**6, 24])
 def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     torch.manual_seed(1)
-    algorithm = AlgorithmConfig(loss="gspo", clip_low=LOW, clip_high=HIGH, trajectory_weight_limit=LIMIT)
+    algorithm = AlgorithmConfig(
+        loss="gspo", clip_low=LOW, clip_high=HIGH, sampling_correction="geometric", sampling_ratio_max=LIMIT
+    )
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
@@ -26,7 +28,7 @@ def test_gradient_equals_that_of_the_flattened_trajectories(budget):
     before, old = cases.parameters_of(actor), actor.logprobs(packs)
     cases.move(actor)
     now = cases.parameters_of(actor)
-    bounds = {"limit": LIMIT, "clip_low": LOW, "clip_high": HIGH}
+    bounds = {"correction": "geometric", "limit": LIMIT, "clip_low": LOW, "clip_high": HIGH}
     loss, _ = reference.flat_off_policy(now, before, forest, advantages, cases.QWEN3, ratio="sequence", **bounds)
     loss.backward()
 
@@ -52,17 +54,20 @@ def test_finish_credit_detects_a_pass_with_other_weights():
         assert (actor._stats(rows, 0.0, skipped=False).kl_old > 0) is seen
 
 
+@pytest.mark.parametrize("correction", ["tis", "icepop", "geometric", "product"])
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_trajectories_at_the_weight_limit_are_counted(loss):
-    algorithm = AlgorithmConfig(loss=loss, trajectory_weight_limit=LIMIT)
+def test_update_reports_its_importance_weights(loss, correction):
+    algorithm = AlgorithmConfig(loss=loss, sampling_correction=correction, sampling_ratio_max=LIMIT)
     actor = Actor(cases.job(algorithm=algorithm), cases.QWEN3, None, optimizer=OptimizerConfig(), total_updates=1)
     forest, credits = cases.batch(2)
     advantages = [cases.dyadic_advantages(tree, i) for i, tree in enumerate(forest)]
     batch = Batch(pack_trees(forest, credits, token_budget=10**6), forest, advantages)
-    for apart, share in ((-1.0, 0.0), (1.0, 1.0)):  # nats a token
+    below = 1.0 if correction == "icepop" else 0.0
+    for apart, share in ((-1.0, below), (0.0, 0.0), (1.0, 1.0)):  # nats per token
         old = [pack.sampling_logprobs + np.float32(apart) for pack in batch.packs]
         ready = finish_credit(actor, batch, old, actor.config, on_policy=True)
-        assert ready.statistics["weights_limited"] == share
-    unlimited = cases.job(algorithm=AlgorithmConfig(loss=loss))
-    ready = finish_credit(actor, batch, old, unlimited, on_policy=True)
-    assert "weights_limited" not in ready.statistics
+        assert ready.statistics["weights_truncated"] == pytest.approx(share)
+        assert ready.statistics["kl_sampling"] == pytest.approx(np.expm1(apart) - apart, abs=1e-5)
+    uncorrected = cases.job(algorithm=AlgorithmConfig(loss=loss))
+    ready = finish_credit(actor, batch, old, uncorrected, on_policy=True)
+    assert "weights_mean" not in ready.statistics

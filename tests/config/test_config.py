@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from arpo_megatron.algorithms.components import sampling_correction
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
@@ -90,9 +91,10 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
             "needs sync.transport=broadcast or ipc",
         ),
         (["sync.directory=/shared"], "sync.directory needs sync.transport=disk, not auto"),
-        (["rollout.max_staleness=1"], "correct for them with algorithm.trajectory_weight_limit=2"),
-        (["algorithm.replay=rollout_replay"], "correct for them with algorithm.trajectory_weight_limit=2"),
-        (["rollout.max_staleness=1", "rollout.stale=drop"], "correct for them with algorithm.trajectory_weight_limit"),
+        (["rollout.max_staleness=1", "algorithm.sampling_correction=none"], "set algorithm.sampling_correction=tis"),
+        (["algorithm.replay=rollout_replay", "algorithm.sampling_correction=none"], "algorithm.replay=rollout_replay"),
+        (["algorithm.loss=hispo", "algorithm.sampling_correction=tis"], "corrects for sampling itself"),
+        (["algorithm.sampling_ratio_min=3"], "exceeds algorithm.sampling_ratio_max"),
         (["rollout.stale=drop"], "rollout.stale=drop needs rollout.max_staleness > 0"),
         (["reward.terms={nope: 1}"], "unknown reward term 'nope'"),
         (["reward.kind=nope"], "unknown reward 'nope'"),
@@ -109,10 +111,23 @@ def test_wrong_override_is_one_line_that_helps(overrides: list[str], line: str) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("loss", ["hispo", "minirl", "mix_ppg"])
-def test_loss_that_corrects_for_older_weights_needs_no_trajectory_weights(loss: str) -> None:
-    overrides = [f"algorithm.loss={loss}", "rollout.max_staleness=1", "algorithm.replay=rollout_replay"]
-    assert resolve.resolve("quickstart", overrides=overrides).algorithm.trajectory_weight_limit is None
+@pytest.mark.parametrize(
+    ("overrides", "correction"),
+    [
+        ([], "none"),
+        (["rollout.max_staleness=1"], "tis"),
+        (["algorithm.replay=rollout_replay"], "tis"),
+        (["rollout.max_staleness=1", "algorithm.sampling_correction=geometric"], "geometric"),
+        (["algorithm.sampling_correction=icepop"], "icepop"),
+        *((["rollout.max_staleness=1", f"algorithm.loss={loss}"], "none") for loss in ("hispo", "minirl", "mix_ppg")),
+    ],
+)
+def test_sampling_correction_follows_from_the_origin_of_the_tokens(overrides: list[str], correction: str) -> None:
+    assert sampling_correction(resolve.resolve("quickstart", overrides=overrides)) == correction
+
+
+def test_quantized_engines_get_a_sampling_correction() -> None:
+    assert sampling_correction(resolve.resolve("reasoning_3b+fp8_engine")) == "tis"
 
 
 def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str]]:

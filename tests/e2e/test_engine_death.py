@@ -65,7 +65,7 @@ def test_run_ends_at_the_restart_limit_and_resumes(warm_run: Path) -> None:
 @pytest.mark.slow_campaign
 def test_colocated_engine_killed_while_its_memory_is_lent_stays_down_until_the_push(warm_run: Path) -> None:
     overrides = ["train.steps=2", "engine.placement=colocated", "rollout.max_staleness=1"]
-    command = quickstart("train", warm_run, *overrides, *SHORT, "algorithm.trajectory_weight_limit=2")
+    command = quickstart("train", warm_run, *overrides, *SHORT)
     with (warm_run.parent / "screen").open("wb") as screen, subprocess.Popen(command, stderr=screen) as job:
         while not (warm_run / "memory_lent").exists():
             assert job.poll() is None, "the job ended too early"

@@ -18,7 +18,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
     [
         ([], "train.tasks_per_step=6 exceeds the 5 training tasks"),
         (
-            ["train.tasks_per_step=4", "rollout.max_staleness=1", "algorithm.trajectory_weight_limit=2"],
+            ["train.tasks_per_step=4", "rollout.max_staleness=1"],
             "train.tasks_per_step=4 with rollout.max_staleness=1 starts 8 trees at once, which exceeds the 5 training",
         ),
         (

@@ -109,7 +109,7 @@ def test_installed_method_trains() -> None:
 @pytest.mark.usefixtures("installed")
 def test_installed_component_of_each_other_kind_works() -> None:
     overrides = ["algorithm.selector=failed_first", "algorithm.branching=first_result", "algorithm.loss=plain"]
-    overrides += ["algorithm.replay=last_success", "algorithm.trajectory_weight_limit=2", "reward.kind=last_number"]
+    overrides += ["algorithm.replay=last_success", "reward.kind=last_number"]
     job = resolve.resolve(
         "quickstart", overrides=[*overrides, "reward.terms={brief: 0.5}", "reward.params.number_reward=2"]
     )

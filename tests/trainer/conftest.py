@@ -33,7 +33,7 @@ def collector(tmp_path: Path) -> Start:
             "test",
             train=TrainConfig(steps=4, tasks_per_step=4),
             rollout=RolloutConfig(**rollout),
-            algorithm=AlgorithmConfig(drop_groups_without_signal=True, trajectory_weight_limit=2.0),
+            algorithm=AlgorithmConfig(drop_groups_without_signal=True, sampling_correction="tis"),
         )
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")

@@ -16,7 +16,7 @@ class MiniRl:
 
     M_t is 0 where PPO would clip (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = new / old), else
     1. The weight corrects for older weights and for the engine's arithmetic at once (eq. 5);
-    `algorithm.trajectory_weight_limit` would correct a second time, so the preset does not set it. An unknown sampling
+    `algorithm.sampling_correction` would correct a second time and is refused. An unknown sampling
     log-prob counts as the old one. The paper sums over tokens; `loss_aggregation=token-mean` equals that up to a
     constant of the batch.
     """

@@ -29,7 +29,7 @@ class StoredTrajectory:
 class ReplayBuffer(Protocol):
     """Keeps a bounded number of finished trajectories and replays them. Only the controller holds one. Deterministic.
 
-    Replayed trajectories keep their sampling log-probs, which `algorithm.trajectory_weight_limit` needs.
+    Replayed trajectories keep their sampling log-probs, which `algorithm.sampling_correction` needs.
     """
 
     def mix(self, item: ScoredTree, step: int) -> ScoredTree:

@@ -26,8 +26,8 @@ class RolloutReplay:
     trees, delta * B. With `rollout_age` this is the history window of ReMix (arXiv 2507.06892), whose share is p. A
     stored tree is trained whole, and its advantages are compared within it as before. Trees without spread in their
     rewards are not stored. A tree may be replayed in several steps. The paper's ratio refers to the policy that
-    sampled: `algorithm.trajectory_weight_limit` weighs whole trajectories by it, and `algorithm.loss=mix_ppg` clips it
-    by token. `arpo plan` counts the sampled trees only.
+    sampled: `algorithm.sampling_correction` weighs tokens by it, and `algorithm.loss=mix_ppg` clips it.
+    `arpo plan` counts the sampled trees only.
     """
 
     rollout_share: Annotated[float, Field(gt=0, lt=1)] = 0.5

@@ -29,7 +29,7 @@ class SelfImitation:
     from public notes on the paper; filling, emptying and warm-up from its released code (`TrajectoryBufferBatch`,
     `dp_actor.py`). The code averages the two parts separately; here their tokens have the weights of one batch. The
     authors' ratio refers to the policy that sampled, clipped token by token; here it refers to the step's policy, and
-    `algorithm.trajectory_weight_limit` weighs a trajectory by the rest.
+    `algorithm.sampling_correction` weighs a token by the rest.
     """
 
     imitation_capacity: Count = 128

@@ -22,8 +22,8 @@ class SuccessReplay:
     """Keep each task's last successes; a group with low mean and no spread gets one in place of its last leaf.
 
     GUI-ARPO (Agentic Replay Policy Optimization, arXiv 2505.16282). The authors treat replayed samples as sampled by
-    the present policy (ratio 1); here the stored sampling log-probs give them a truncated importance weight
-    (`algorithm.trajectory_weight_limit`). The newest success of a task is replayed, because it is the least stale.
+    the present policy (ratio 1); here the stored sampling log-probs give their tokens importance weights
+    (`algorithm.sampling_correction`). The newest success of a task is replayed, because it is the least stale.
     """
 
     replay_keep: Count = 8
