@@ -8,18 +8,22 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
+from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
 from arpo_megatron.utils.processes import STORE_FILE
 
 _PRELOADED = ("pytest", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
-_context = get_context("forkserver")
+_context: Any = get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
 
 
@@ -63,6 +67,49 @@ def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int, timeou
         if failed is not None:
             rank, exit_code = failed
             raise RankFailedError(rank, exit_code, outputs[rank].read_text(errors="replace"))
+
+
+@contextmanager
+def emulated_ranks() -> Iterator[Callable[..., None]]:
+    """Yield `run_ranks` for functions of tests.actor.emulated, by name, on ranks with Transformer Engine's layers.
+
+    Megatron decides on import whether it has them, so these ranks are forked from another process than the others, and
+    this process does not import the module.
+    """
+    ours, theirs = Pipe()
+    server = get_context("spawn").Process(target=_serve_emulated, args=(theirs,), daemon=False)
+    with patch.dict(os.environ, {EMULATION_VARIABLE: "1"}):
+        server.start()
+    theirs.close()
+
+    def run(function: str, *arguments: Any, ranks: int, timeout_s: float = 500.0) -> None:
+        ours.send((function, arguments, ranks, timeout_s))
+        if (failure := ours.recv()) is not None:
+            raise failure
+
+    try:
+        yield run
+    finally:
+        ours.close()
+        server.join()
+
+
+def _serve_emulated(requests: Any) -> None:
+    """Run functions on forked ranks until the other end closes."""
+    global _context  # noqa: PLW0603  (this process forks its own ranks)
+    emulated = import_module("tests.actor.emulated")
+    _context = get_context("fork")
+    while True:
+        try:
+            name, arguments, ranks, timeout_s = requests.recv()
+        except EOFError:
+            return
+        try:
+            run_ranks(getattr(emulated, name), *arguments, ranks=ranks, timeout_s=timeout_s)
+        except RankFailedError as failure:
+            requests.send(AssertionError(str(failure)))
+        else:
+            requests.send(None)
 
 
 def _first_failure(processes: Sequence[Any], deadline: float) -> tuple[int, int | None] | None:

@@ -2,3 +2,7 @@
 
 May import `weights` and the layers below it, but not `rollout` or `trainer`.
 """
+
+from arpo_megatron.hardware import transformer_engine
+
+transformer_engine.prepare()

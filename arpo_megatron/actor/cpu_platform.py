@@ -1,88 +1,21 @@
 """The CPU platform layer: every change to torch and megatron-core that lets training run without CUDA.
 
 megatron-core runs on gloo, but names CUDA where it means the device of this rank. `PATCHES` lists every such occurrence
-and its replacement. There are three kinds:
-
-- `Replace` gives an attribute another function. Only functions that always raise without CUDA are replaced.
-- `PresetAttribute` sets an attribute that a CUDA call would set later.
-- `Retarget` exchanges string literals ("cuda", "torch.cuda.FloatTensor") in the code object of one function, in place,
-  so modules that imported the function by name see the change. A missing literal is an error: the table does not fit
-  the installed version.
+and its replacement.
 
 With CUDA, `install` does nothing. The table was checked against one version of megatron-core. Other versions are
 refused on a CPU, because a half-patched optimizer may train wrongly without failing.
 """
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
-from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.patching import Patch, PresetAttribute, Replace, Retarget, apply, check_version
 
 CHECKED_MEGATRON_CORE = "0.16.1"
 """The version of megatron-core that `PATCHES` was checked against."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """Patch: `module:attribute` becomes `function`, because of `reason`."""
-
-    target: str
-    function: Callable[..., Any]
-    reason: str
-
-    def apply(self) -> None:
-        """Set the attribute; UserError if it does not exist."""
-        *path, name = _split(self.target)
-        owner = _resolve(self.target, path)
-        if not callable(getattr(owner, name, None)):
-            raise _drifted(self.target, "no such function")
-        setattr(owner, name, self.function)
-
-
-@dataclass(frozen=True, slots=True)
-class PresetAttribute:
-    """Patch: `module:attribute`, None until its first use, becomes `value`, because of `reason`."""
-
-    target: str
-    value: object
-    reason: str
-
-    def apply(self) -> None:
-        """Set the attribute; UserError if it does not exist or already has a value."""
-        *path, name = _split(self.target)
-        owner = _resolve(self.target, path)
-        if getattr(owner, name, self) is not None:
-            raise _drifted(self.target, "not an attribute that waits for a value")
-        setattr(owner, name, self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Retarget:
-    """Patch: string literals in `module:function` are exchanged, because of `reason`."""
-
-    target: str
-    literals: Mapping[str, str]
-    reason: str
-
-    def apply(self) -> None:
-        """Exchange the literals; UserError if the function or a literal does not exist."""
-        found = inspect.unwrap(_resolve(self.target, _split(self.target)))
-        function = getattr(found, "__func__", found)
-        if not isinstance(function, FunctionType):
-            raise _drifted(self.target, "no such function")
-        seen: set[str] = set()
-        code = _exchange(function.__code__, self.literals, seen)
-        if missing := self.literals.keys() - seen:
-            raise _drifted(self.target, f"literal {min(missing)!r} not found")
-        function.__code__ = code
 
 
 _CPU = torch.device("cpu")
@@ -107,7 +40,7 @@ def _split_sizes_for_gloo(self: Any, point: str, tokens_per_expert: Any = None) 
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher."
 
-PATCHES: tuple[Replace | PresetAttribute | Retarget, ...] = (
+PATCHES: tuple[Patch, ...] = (
     Replace("torch:cuda.current_device", lambda: _CPU, "named as the device of every new buffer"),
     Replace("torch:cuda.synchronize", lambda device=None: None, "CPU kernels are synchronous"),
     Replace(
@@ -162,46 +95,5 @@ def install() -> None:
     """
     if torch.cuda.is_available():
         return
-    check_version()
-    for patch in PATCHES:
-        patch.apply()
-
-
-def check_version() -> None:
-    """Raise UserError unless the installed megatron-core has the version that `PATCHES` was checked against."""
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        raise UserError(f"megatron-core is not installed: pip install megatron-core=={CHECKED_MEGATRON_CORE}") from None
-    if found != CHECKED_MEGATRON_CORE:
-        raise UserError(
-            f"megatron-core {found} is not checked on a CPU (only {CHECKED_MEGATRON_CORE} is): "
-            f"pip install megatron-core=={CHECKED_MEGATRON_CORE}"
-        )
-
-
-def _split(target: str) -> list[str]:
-    return target.partition(":")[2].split(".")
-
-
-def _resolve(target: str, path: list[str]) -> Any:
-    found: Any = importlib.import_module(target.partition(":")[0])
-    for name in path:
-        found = getattr(found, name, None)
-    return found
-
-
-def _drifted(target: str, why: str) -> UserError:
-    return UserError(f"CPU platform layer: {target}: {why}; install the pinned torch and megatron-core (make setup)")
-
-
-def _exchange(value: Any, literals: Mapping[str, str], seen: set[str]) -> Any:
-    """Exchange literals in a value, also in nested tuples and code objects; `seen` collects those found."""
-    if isinstance(value, str) and value in literals:
-        seen.add(value)
-        return literals[value]
-    if isinstance(value, tuple):
-        return tuple(_exchange(item, literals, seen) for item in value)
-    if isinstance(value, CodeType):
-        return value.replace(co_consts=tuple(_exchange(item, literals, seen) for item in value.co_consts))
-    return value
+    check_version("megatron-core", CHECKED_MEGATRON_CORE)
+    apply(PATCHES)

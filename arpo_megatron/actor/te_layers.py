@@ -22,7 +22,6 @@ Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
     moe_permute_fusion              off: not measured yet.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +33,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.transformer_engine import extension_installed, is_emulated
 
 if TYPE_CHECKING:
     from arpo_megatron.config import Fp8Recipe, ModelConfig
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
-    # Amaxima are exchanged within tensor- and context-parallel groups only: data-parallel ranks run different numbers
-    # of packs, so an exchange among them after every pass would deadlock.
-    "delayed": {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 16,
-        "fp8_amax_compute_algo": "max",
-        "tp_only_amax_red": True,
-    },
     "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     # All in e4m3: with a scale for every 128 values, gradients need precision more than range.
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -88,11 +79,13 @@ NO_FP8 = Fp8()
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether a model of this dtype uses TE's layers on this machine."""
-    return (
-        dtype == torch.bfloat16
-        and torch.cuda.is_available()
-        and importlib.util.find_spec("transformer_engine") is not None
-    )
+    return dtype == torch.bfloat16 and (is_emulated() or (torch.cuda.is_available() and extension_installed()))
+
+
+def number_format(model: "ModelConfig") -> str:
+    """Name the format of the layers' matrix products, and whether this rank emulates it."""
+    name = model.dtype if model.fp8 == "none" else f"fp8 {model.fp8}"
+    return f"{name} (emulated)" if is_emulated() else name
 
 
 def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron.config.fields import (
@@ -28,9 +28,13 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the trainer and of the engine."""
     fp8: Fp8Recipe = "none"
-    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16). Recipes differ in the
-    values that a scale is computed from. `delayed`: earlier values of the tensor, so ratios before any update are only
-    nearly 1. `current`: the tensor. `blockwise`: 128 features of one token."""
+    """Matrix products of the trainer's layers in FP8 (Hopper GPU, transformer-engine, bfloat16). On a CPU FP8 is
+    emulated: same rounding, no gain in speed or memory. A generated model takes bfloat16 unless `dtype` is given.
+    Recipes differ in the values that share a scale. `current`: a whole tensor. `blockwise`: 128 features of one
+    token."""
+    transformer_impl: Literal["auto", "transformer_engine"] = "auto"
+    """Layers of a bfloat16 model. `auto`: Transformer Engine's with FP8 or on a GPU that has it installed, else
+    Megatron's own. `transformer_engine`: always; on a CPU its extension is emulated."""
     bf16_edge_layers: NonNegative = 0
     """With fp8 `current` or `blockwise`: this many first and this many last layers keep bfloat16 products."""
     hidden_size: Positive = 128
@@ -51,6 +55,16 @@ class ModelConfig:
     config.json."""
     max_length: Annotated[int, Field(ge=64)] = 2048
     """Longest trajectory in tokens: prompt, model and tool tokens together."""
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _refuse_delayed(cls, value: object) -> object:
+        if value == "delayed":
+            raise ValueError(
+                "model.fp8=delayed is not offered: its first scales underflow gradients, and its scales depend on the "
+                "passes before, so a resumed run differs: use current or blockwise"
+            )
+        return value
 
     @property
     def is_generated(self) -> bool:

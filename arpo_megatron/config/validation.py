@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 
-FP8_TOKENS: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
+FP8_TOKENS: Mapping[str, int] = {"none": 1, "current": 16, "blockwise": 128}
 """The number of tokens of an FP8 product on one rank is a multiple of this: the gradient of a weight sums over them.
 
 Trees need no alignment. A scale of the `blockwise` recipe covers 128 features of one token in the forward pass and in
 the gradient of the input (1 x 128 blocks along the features), so no token's result depends on a neighbour. Only the
 weight gradient quantizes 128 tokens of a feature together, in a sum that mixes all tokens anyway. The scales of
-`current` and `delayed` cover a whole tensor, which no alignment changes."""
-FP8_FEATURES: Mapping[str, int] = {"none": 1, "delayed": 16, "current": 16, "blockwise": 128}
+`current` cover a whole tensor, which no alignment changes."""
+FP8_FEATURES: Mapping[str, int] = {"none": 1, "current": 16, "blockwise": 128}
 """Rows and columns of a rank's part of an FP8 weight are multiples of this."""
 
 PROTOCOL_TAGS = ("think", "result", "answer")
@@ -201,16 +201,14 @@ def _check_generated_model(model: "ModelConfig", parallel: "ParallelConfig") -> 
 
 def _check_fp8(config: "JobConfig") -> None:
     model = config.model
+    if model.transformer_impl == "transformer_engine" and model.dtype != "bfloat16":
+        raise ValueError(f"model.transformer_impl=transformer_engine needs model.dtype=bfloat16, not {model.dtype}")
     if model.fp8 == "none":
         if model.bf16_edge_layers:
             raise ValueError(f"model.bf16_edge_layers={model.bf16_edge_layers} has no effect with model.fp8=none")
         return
     if model.dtype != "bfloat16":
         raise ValueError(f"model.fp8={model.fp8} needs model.dtype=bfloat16, not {model.dtype}")
-    if config.platform == "cpu":
-        raise ValueError(f"model.fp8={model.fp8} needs a GPU, but platform=cpu")
-    if model.fp8 == "delayed" and model.bf16_edge_layers:
-        raise ValueError("model.bf16_edge_layers needs model.fp8=current or blockwise: delayed scales are model-wide")
 
 
 def _check_engine_fp8(config: "JobConfig") -> None:

@@ -1,6 +1,7 @@
 """Environment variables of a job's processes, by the device on which they compute."""
 
 from arpo_megatron.config import Platform
+from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
 
 WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Makes waiting OpenMP threads sleep. Threads that spin take a core that another process needs."""
@@ -21,8 +22,10 @@ def process_environment(platform: Platform) -> dict[str, str]:
     return CPU_ENVIRONMENT if platform == "cpu" else WAITING_ENVIRONMENT
 
 
-def trainer_environment(platform: Platform) -> dict[str, str]:
-    """Return `process_environment` plus the variables of trainer ranks."""
+def trainer_environment(platform: Platform, *, emulate_te: bool = False) -> dict[str, str]:
+    """Return `process_environment` plus the variables of trainer ranks, which may emulate Transformer Engine."""
+    if emulate_te:  # a machine without GPU: nothing is compiled
+        return {**CPU_ENVIRONMENT, "PYTHONWARNINGS": _IMPORT_WARNINGS, EMULATION_VARIABLE: "1"}
     environment = {**process_environment(platform), "PYTHONWARNINGS": _IMPORT_WARNINGS}
     if platform != "cpu":
         # One hardware queue keeps communication kernels in the order in which they were launched. Expandable segments

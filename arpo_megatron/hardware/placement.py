@@ -8,10 +8,10 @@ config and the number of GPUs, so every process computes the same.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 
 from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.transformer_engine import check_emulation, extension_installed
 
 SHARED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
@@ -72,6 +72,12 @@ def gpu_count(platform: Platform) -> int:
     return 0 if platform == "cpu" else _visible_gpus()
 
 
+def emulates_te(config: JobConfig) -> bool:
+    """Return whether trainer ranks run Transformer Engine's layers on a CPU."""
+    wanted = config.model.fp8 != "none" or config.model.transformer_impl == "transformer_engine"
+    return wanted and not gpu_count(config.platform)
+
+
 def placement(config: JobConfig) -> Placement:
     """Return the placement of the first engine on this machine."""
     return Placement.of(config, gpu_count(config.platform))
@@ -85,8 +91,8 @@ def check_machine(config: JobConfig) -> None:
     """
     gpus = gpu_count(config.platform)
     if not gpus:
-        if config.model.fp8 != "none":
-            raise UserError(f"model.fp8={config.model.fp8} needs a GPU, but torch finds none")
+        if emulates_te(config):
+            check_emulation()
         if config.engine.quantization != "none":
             raise UserError(f"engine.quantization={config.engine.quantization} needs a GPU, but torch finds none")
         if config.optimizer.offload or config.sft.optimizer.offload:
@@ -103,12 +109,16 @@ def check_machine(config: JobConfig) -> None:
         )
     if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
         raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
+    if config.model.transformer_impl == "transformer_engine" and not extension_installed():
+        raise UserError(
+            "model.transformer_impl=transformer_engine needs Transformer Engine: pip install 'arpo-megatron[gpu]'"
+        )
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
 
 
 def _check_fp8(recipe: str) -> None:
-    if find_spec("transformer_engine") is None:
+    if not extension_installed():
         raise UserError(f"model.fp8={recipe} needs Transformer Engine: pip install 'arpo-megatron[gpu]'")
     import torch
 

@@ -47,6 +47,7 @@ class Source(StrEnum):
     FILE = "file"
     PRESET = "preset"
     OVERRIDE = "override"
+    FP8 = "model.fp8"
 
 
 USER_LAYERS = frozenset({Source.VARIANT, Source.FILE, Source.OVERRIDE})
@@ -100,7 +101,17 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
         ]
     if file is not None:
         found.append(Layer(Source.FILE, str(file), read_yaml(file)))
-    return _with_presets(found, override_layers(overrides))
+    return _with_fp8_dtype(_with_presets(found, override_layers(overrides)))
+
+
+def _with_fp8_dtype(found: list[Layer]) -> list[Layer]:
+    """Add a layer that makes a generated model bfloat16 if FP8 is asked for and no number format is given."""
+    values = {key: value for layer in found for key, value in layer.keys.items()}
+    given = explicit_keys(found)
+    generated = values["model.path"] is None and values["model.hub_id"] is None
+    if values["model.fp8"] == "none" or not generated or "model.dtype" in given:
+        return found
+    return [*found, Layer(Source.FP8, "", {"model": {"dtype": "bfloat16"}})]
 
 
 def explicit_keys(layers: Sequence[Layer]) -> set[str]:

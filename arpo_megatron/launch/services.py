@@ -13,6 +13,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import trainer_environment
+from arpo_megatron.hardware.placement import emulates_te
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.supervisor import Supervisor
@@ -158,6 +159,7 @@ def run_trainer(job: Job, module: str, *arguments: str, env: Mapping[str, str] =
         ProcessDiedError: a rank or a service died; the message names the log.
     """
     command, needed = job.backend.ranks(module, [str(job.run.path), *arguments], job.config)
-    variables = {**trainer_environment(job.config.platform), **needed, **env}
+    environment = trainer_environment(job.config.platform, emulate_te=emulates_te(job.config))
+    variables = {**environment, **needed, **env}
     process = job.supervisor.start(module.rpartition(".")[2], command, env=variables)
     job.supervisor.wait(process, poll=job.show_events)

@@ -61,6 +61,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("TFLOP/s", _number("trainer/tflops", ".3g")),
     ("MFU", _number("trainer/mfu", ".1%")),
     ("GB", _number("memory_peak_gb", ".1f")),
+    ("format", lambda row: str(row.get("number_format", "-"))),
     ("seconds by phase", _seconds),
 )
 """Title and content of each column; a row is what `MetricsLog.log` receives, and a missing value is shown as "-"."""

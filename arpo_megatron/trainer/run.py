@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.actor.checkpoint import CheckpointStore
+from arpo_megatron.actor.te_layers import number_format
 from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.base import TrainingProgress
 from arpo_megatron.config import JobConfig
@@ -231,6 +232,7 @@ class TrainingRun:
                 **update_metrics(updates),
                 **speed_metrics(batches, self.actor.spec, config, seconds),
                 "memory_peak_gb": max(memory),
+                "number_format": number_format(config.model),
                 **({"held_out_success": self.state.success[evaluated]} if evaluated in self.state.success else {}),
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }

@@ -1,7 +1,7 @@
 """Gradients and updates of small problems in several layouts; the ranks of test_exactness.py run it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,12 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
     return pack_trees(singles, credits, token_budget=FLAT_BUDGET, ranks=ranks, inherit=inherit, share_prompt=False)
 
 
+def small_blocks(layout: ParallelConfig) -> AbstractContextManager[Any]:
+    """Divide attention into blocks as small as the trees inside the context, so that all context ranks have some."""
+    limits = {"MAX_BLOCK": 8, "CHAIN_STEP": 4, "CALL_COST_PAIRS": 1}
+    return patch.multiple(attention_plan, **limits) if layout.context > 1 else nullcontext()
+
+
 @contextmanager
 def padding(packing: str, actor: Actor) -> Iterator[None]:
     """Pad packs of the `padded` packing inside the context, as FP8 would, but further."""
@@ -269,9 +275,7 @@ def compute(root: Path, layouts: dict[str, dict[str, Any]], runs: dict[str, list
     for name, own in runs.items():
         layout = ParallelConfig(**layouts[name])
         join(layout)
-        # Blocks as small as the trees, so that all context-parallel ranks have some.
-        limits = {"MAX_BLOCK": 8, "CHAIN_STEP": 4, "CALL_COST_PAIRS": 1} if layout.context > 1 else {}
-        with patch.multiple(attention_plan, **limits) if limits else nullcontext():
+        with small_blocks(layout):
             for problem, family in own:
                 found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
                 if parallel.is_rank_zero():

@@ -283,7 +283,10 @@ def test_clock_check_compares_with_the_filesystem(monkeypatch: pytest.MonkeyPatc
 def test_missing_package_of_a_recipe_is_a_failure() -> None:
     assert check_packages(job("engine.router=sglang"), False).level == "ok"
     found = check_packages(job(), True)
-    assert found.level == "failure" and "quickstart needs transformer-engine, sgl_kernel, not installed" in found.text
+    assert (
+        found.level == "failure"
+        and "quickstart needs transformer-engine[pytorch], sgl_kernel, not installed" in found.text
+    )
     assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
@@ -353,7 +356,7 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
     monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda *_: ok("network", ""))
     examine(resolve.resolve("deepsearch_14b"), None)
     output = lines_of(capsys.readouterr().out)
-    assert "deepsearch_14b needs transformer-engine, sgl_kernel, not installed" in output["packages"]
+    assert "deepsearch_14b needs transformer-engine[pytorch], sgl_kernel, not installed" in output["packages"]
     assert output["gpu"].startswith("warning") and "torch finds no GPU here" in output["gpu"]
     examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
     output = lines_of(capsys.readouterr().out)

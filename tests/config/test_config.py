@@ -73,15 +73,18 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
         (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
         (["model.hidden_size=4"], "rotary positions need an even quotient"),
-        (["model.fp8=current"], "model.fp8=current needs model.dtype=bfloat16, not float32"),
-        (["model.fp8=current", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (
+            ["model.fp8=current", "model.dtype=float32"],
+            "model.fp8=current needs model.dtype=bfloat16, not float32",
+        ),
+        (["model.transformer_impl=transformer_engine"], "transformer_impl=transformer_engine needs model.dtype=bfloat"),
         (
             ["model.fp8=blockwise", "model.dtype=bfloat16", "model.hidden_size=192"],
             "hidden size of a rank (192) is not a multiple of 128",
         ),
         (["model.fp8=current", "model.dtype=bfloat16", "model.ffn_size=520"], "MLP width of a rank (520)"),
         (["model.bf16_edge_layers=1"], "has no effect with model.fp8=none"),
-        (["model.fp8=delayed", "model.dtype=bfloat16", "model.bf16_edge_layers=1"], "delayed scales are model-wide"),
+        (["model.fp8=delayed"], "model.fp8=delayed is not offered: its first scales underflow gradients"),
         (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
         (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
         (["engine.quantization=fp8"], "engine.quantization=fp8 needs model.dtype=bfloat16, not float32"),
@@ -142,7 +145,7 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
 def test_documented_choices_can_be_overrides() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
     for key, value in choices():
-        if key in ("model.fp8", "engine.quantization"):
+        if key in ("model.fp8", "model.transformer_impl", "engine.quantization"):
             resolve.resolve("quickstart", overrides=[*wide, f"{key}={value}"])
             continue
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "arpo_parquet" else []

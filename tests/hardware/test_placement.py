@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.engine.launch import engine_options
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware import placement
+from arpo_megatron.hardware import placement, transformer_engine
 from arpo_megatron.hardware.environment import process_environment, trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.jobs import resolve
@@ -49,9 +50,14 @@ def test_memory_fraction_is_smaller_for_shared_gpus_unless_set() -> None:
 def test_platform_cpu_hides_gpus_from_all_processes() -> None:
     for environment in (process_environment("cpu"), trainer_environment("cpu")):
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert trainer_environment("auto", emulate_te=True).items() > process_environment("cpu").items()
     for environment in (process_environment("auto"), trainer_environment("auto")):
         assert "CUDA_VISIBLE_DEVICES" not in environment
     assert placement.gpu_count("cpu") == 0
+
+
+def not_installed(package: str) -> str:
+    raise PackageNotFoundError(package)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +66,9 @@ def test_platform_cpu_hides_gpus_from_all_processes() -> None:
         (["parallel.data=2"], 1, "2 trainer ranks need 2 GPUs, but torch finds 1"),
         (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need 4 GPUs, but torch finds 2"),
         (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, but torch finds 1"),
-        (["model.fp8=current", "model.dtype=bfloat16"], 0, "needs a GPU, but torch finds none"),
-        (["model.fp8=current", "model.dtype=bfloat16"], 1, "needs Transformer Engine"),
+        (["model.fp8=current"], 0, "transformer-engine 2.11.0, but transformer-engine is not installed: pip install"),
+        (["model.fp8=current"], 1, "needs Transformer Engine"),
+        (["model.transformer_impl=transformer_engine", "model.dtype=bfloat16"], 1, "needs Transformer Engine: pip"),
         (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, but torch finds none"),
         (
             ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
@@ -73,7 +80,7 @@ def test_platform_cpu_hides_gpus_from_all_processes() -> None:
 )
 def test_check_machine_error_is_one_line(overrides, gpus, line, monkeypatch) -> None:
     monkeypatch.setattr(placement, "_visible_gpus", lambda: gpus)
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformer_engine, "version", not_installed)
     with pytest.raises(UserError) as caught:
         placement.check_machine(resolve.resolve("quickstart", overrides=overrides))
     assert line in str(caught.value)

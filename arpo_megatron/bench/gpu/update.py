@@ -134,7 +134,6 @@ def update_measurements(bench: UpdateBench) -> Measurements:
         "blockwise flat 8192": partial(bench.measure_flat, 8192, "blockwise"),
         "blockwise reasoning": partial(bench.measure_mix, "reasoning", "blockwise", 8192),
         "current flat 8192": partial(bench.measure_flat, 8192, "current"),
-        "delayed flat 8192": partial(bench.measure_flat, 8192, "delayed"),
         "bfloat16 flat 16384": partial(bench.measure_flat, 16384, "none"),
         "blockwise flat 16384": partial(bench.measure_flat, 16384, "blockwise"),
         "bfloat16 deep_search, full recomputation": partial(bench.measure_mix, "deep_search", "none", 8192, "full"),

@@ -18,6 +18,7 @@ from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
+from arpo_megatron.hardware.transformer_engine import extension_installed
 from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
@@ -105,7 +106,7 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
     missing = []
     engines = not config.sft_only if config else on_gpus
     if on_gpus:
-        missing += _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1])
+        missing += _lacking_transformer_engine()
         modules += ["sgl_kernel"] * engines
     if engines and (config is None or config.engine.router == "sglang"):
         missing += _lacking("sglang-router", lambda found: found == _numbers(ROUTER_PIN))
@@ -118,6 +119,12 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
             "packages", f"{who} needs {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
         )
     return ok("packages", f"all that {who} needs")
+
+
+def _lacking_transformer_engine() -> list[str]:
+    if not extension_installed():  # its Python alone serves the emulation
+        return ["transformer-engine[pytorch]"]
+    return _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1])
 
 
 def _lacking(package: str, fits: Callable[[tuple[int, ...]], bool]) -> list[str]:
