@@ -17,10 +17,10 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next message, or None when the other side has gone."""
+    """Return the next message, or None when the other side has gone or has sent something else."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        message: dict[str, Any] = json.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, OSError):
+        message = json.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, OSError, ValueError):
         return None
-    return message
+    return message if isinstance(message, dict) else None

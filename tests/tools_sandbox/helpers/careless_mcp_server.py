@@ -10,7 +10,7 @@ ANY = {"type": "object", "properties": {}}
 BROKEN = {"type": "object", "properties": {"a": {"type": "zzz"}}}
 UNKNOWN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 PROMISED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "parts", "garbage")]
+TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "parts", "garbage", "raw")]
 TOOLS += [{"name": "liar", "inputSchema": ANY, "outputSchema": PROMISED}, {"name": "unknown", "inputSchema": UNKNOWN}]
 TOOLS += [{"name": "broken", "inputSchema": BROKEN}] * ("--broken-schema" in sys.argv)
 lock = threading.Lock()
@@ -36,6 +36,10 @@ def answer(number, name, arguments):
             result["structuredContent"] = {"x": "no integer"}
         case "parts":
             result["content"] = [{"type": "text", "text": ""}] * int(arguments["count"])
+        case "raw":
+            with lock:
+                sys.stdout.buffer.write(bytes.fromhex(arguments["hex"]).replace(b"$ID", str(number).encode()))
+                sys.stdout.buffer.flush()
         case "garbage":
             return write(json.dumps({"jsonrpc": "2.0", "id": number, "result": result})[:-5])
     return send({"jsonrpc": "2.0", "id": number, "result": result})
