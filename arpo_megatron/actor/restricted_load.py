@@ -2,7 +2,7 @@
 
 The `.metadata` of a checkpoint is a pickle, and so is every object in it. torch and Megatron unpickle both without
 limits: a checkpoint of another person could run any code. Here the metadata can hold only the classes that a checkpoint
-needs, and objects only tensors and plain values.
+needs, and objects only tensors and plain values. The states that Transformer Engine unpickles are checked before.
 """
 
 import io
@@ -10,7 +10,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -37,6 +37,14 @@ _CLASSES = frozenset(
     }
 )
 """Module and name of all that a `.metadata` may refer to, besides number formats."""
+_RECIPES = "transformer_engine.common.recipe"
+_RECIPE_CLASSES = frozenset(
+    {
+        *("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling"),
+        *("Format", "_FormatHelper", "MMParams", "QParams"),
+    }
+)
+"""Classes of an FP8 recipe in Transformer Engine 2; calling one runs no code of its arguments."""
 _MORE = "it holds more than tensors and plain values"
 
 
@@ -116,14 +124,44 @@ def load_common(path: Path) -> dict[str, Any]:
 def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:
     """Check the extra states of a chunk's modules. Transformer Engine unpickles those that are not empty.
 
-    Only a model with FP8 layers has such states. It must trust its checkpoint.
+    Only a model with FP8 layers has such states.
 
     Raises:
-        UserError: a model without FP8 layers would load such a state.
+        UserError: a state holds more than tensors, plain values and a recipe, or a model without FP8 layers has one.
     """
     for name, value in state.items():
-        if name.endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel() and not fp8:
+        if not name.endswith("_extra_state") or not isinstance(value, torch.Tensor) or not value.numel():
+            continue
+        if not fp8:
             raise _refusal(name, "only a model with FP8 layers has this state")
+        try:
+            _ModuleStateUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
+        except Exception as error:  # a damaged pickle can raise anything
+            raise _refusal(name, " ".join(str(error).split())) from None
+
+
+class _ModuleStateUnpickler(pickle.Unpickler):
+    """Refuses what `get_extra_state` of Transformer Engine does not write. Its result is not used."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == _RECIPES and global_name in _RECIPE_CLASSES:
+            return _Recipe  # the check must not need the package
+        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):  # a pickle within the pickle
+            return _load_storage
+        if (module_name, global_name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
+
+
+class _Recipe:
+    """Stands for any class of a recipe."""
+
+    def __new__(cls, *_values: Any) -> Self:
+        return super().__new__(cls)
+
+
+def _load_storage(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _refusal(where: Path | str, why: str) -> UserError:

@@ -1,7 +1,9 @@
 """A checkpoint cannot run code, wherever in it the code is."""
 
+import base64
 import io
 import pickle
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from arpo_megatron.actor.restricted_load import check_module_states
 from arpo_megatron.errors import UserError
 from tests.actor import cases
 from tests.actor.test_actor import new_actor
@@ -71,3 +74,64 @@ def test_code_in_a_checkpoint_is_refused(tmp_path: Path, hide: Callable[[Path, C
     with pytest.raises(UserError, match="may run code"):
         actor.load(checkpoint)
     assert not mark.exists()
+
+
+FP8_STATE = zlib.decompress(
+    base64.b85decode(
+        r"c-qyKL2uJA6vxvfYqge5gK<HV&`zkkR4eM*?gW~qffRMXcF6@<ZsIn9#7P`ytcXe7Vbg|uo4N4;_!xW?4qTA<0!SQqPS#Bw8=PmU"
+        r"k^Rp<FV8=}zKqRJ-^*G)4rE=F8FBoWNU_Wrrs*JJAz_Hnp-)M}iNY|VjfrJ`lLUA~++7C;J{`(4xpFA;AR%V(fV4DG9mHLvqF^pP"
+        r"U6i+q>6u#0p<?x%1TkTt^}d#R+P7nQD39ch6bm@S`^fWC9<dP$2$em}6nAqKQi(H85Dtcs6b49AETu&vXn-AfWZJVWYK*v<150H-"
+        r"5fzo08)JD|OhXT*SzpYmC<G1Oxl-JLFpk$i8TW%!ihGEWe&z=*;)JH~hP}s-bzRIAHkBtH0+<C9MA$_G7KNxk;v@yvMx~@_WBp?_"
+        r"`2Bh7*YcY$FCR3<dhdq;*Mmf>+Y4|4F^hQQL;>0(EcGLrl)zxm!JWY89I_(R^)XHK6T1o`AH@Wv{(F)p#zA7%?HLeLFJe5Iv2@#j"
+        r"l}~w6woKbpF(NulDwdgL@XoqjQRX7$M04^jRJR~;zFUaZq-4*7XT8<wG@Gqfx7lg0t|moXC(aVXGPZeQzJh446YV;02{#OFGR99P"
+        r"zx;SD%`%RpRXTzLsKK5C;&9k9V6MGjE`h_^^c__xD?5_^T@LDeyrsJLaAWaygI(*aKJKiyyHjAx*Mq(A0@$+l?=gX_TgI`p46Af3"
+        r"PrXMInCDgAzo2N`a*FNldb4?jqJ9I#i5Dp9SIYB(+IeYS5}Pi+OK`PY4{ois)}H=fn>T_hya3MpZ`tWkcKVgFTO|ANT|uhf?qTNR"
+        r"egMr;eKKZg7NQ{u!xXrSd1Y`s;=GL`*eP`D`#2p@C-2=T@8hahsLqkMZV**Jc=q%|k;J9k&*h(m41oRsF*+Ls"
+    )
+)
+"""State of a linear layer with delayed scaling: the recipe of Transformer Engine 2.11, four tensors, five values."""
+
+
+def as_state(content: bytes) -> dict[str, torch.Tensor]:
+    return {"layer._extra_state": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
+def test_states_of_fp8_layers_are_accepted() -> None:
+    check_module_states(as_state(FP8_STATE), fp8=True)
+    with pytest.raises(UserError, match="only a model with FP8 layers"):
+        check_module_states(as_state(FP8_STATE), fp8=False)
+
+
+class InStorage:
+    """Is unpickled by `torch.load` without limits, which a tensor's bytes within a pickle are too."""
+
+    def __init__(self, code: Code) -> None:
+        torch.save(code, buffer := io.BytesIO())
+        self.content = buffer.getvalue()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return torch.storage._load_from_bytes, (self.content,)
+
+
+@pytest.mark.parametrize("hide", [lambda code: code, InStorage, lambda code: [{"recipe": code}]])
+def test_code_in_state_of_fp8_layer_is_refused(tmp_path: Path, hide: Callable[[Code], Any]) -> None:
+    state = pickle.dumps(hide(Code(mark := tmp_path / "the code ran")))
+    with pytest.raises(UserError, match="may run code"):
+        check_module_states(as_state(state), fp8=True)
+    assert not mark.exists()
+    pickle.loads(state)  # as Transformer Engine does
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"\x80\x04\x8c\x20transformer_engine.common.recipe\x8c\x09os.system\x93\x8c\x04true\x85R.",  # dotted name
+        FP8_STATE[:-9],
+        b"",
+    ],
+    ids=["a name within a module", "a part", "zeros"],
+)
+def test_other_state_of_fp8_layer_is_refused(state: bytes) -> None:
+    with pytest.raises(UserError, match="may run code"):
+        check_module_states(as_state(state or bytes(8)), fp8=True)
