@@ -32,6 +32,7 @@ def recipe() -> JobConfig:
         optimizer=OptimizerConfig(lr=3e-4, schedule="linear"),
         train=TrainConfig(steps=28, tasks_per_step=16, token_budget=4096),
         engine=EngineConfig(max_running_requests=64, max_total_tokens=32768, memory_fraction=0.1),
-        sandbox=SandboxConfig(search_results=1),
+        # Its code is written by a model this small: it also runs on machines without namespaces, which a line reports.
+        sandbox=SandboxConfig(search_results=1, isolation="process"),
         evaluation=EvalConfig(tasks=300),
     )

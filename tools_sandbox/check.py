@@ -16,6 +16,8 @@ class IsolationResult(NamedTuple):
     """Whether it is at least the wanted one."""
     missing: str
     """The mechanisms that the machine lacks for the wanted level."""
+    warning: str
+    """The gaps below level `contained`: what calls can see or reach. Empty from that level on."""
 
 
 def check_isolation(wanted: str) -> IsolationResult:
@@ -29,4 +31,4 @@ def check_isolation(wanted: str) -> IsolationResult:
     if walls is None:
         raise AssertionError("a pool that has started knows its walls")
     level, least = walls.level(), Level[wanted.upper()]
-    return IsolationResult(level.name.lower(), level >= least, walls.missing_for(least))
+    return IsolationResult(level.name.lower(), level >= least, walls.missing_for(least), walls.warning())

@@ -19,7 +19,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, services
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.launch.tool_check import check_tools
+from arpo_megatron.launch.tool_check import check_isolation, check_tools
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
@@ -94,6 +94,8 @@ def run_with_restarts(job: Job, phases: Callable[[Job], None], restarts: int) ->
 
 def run_job_phases(job: Job) -> None:
     """Prepare, run the cold start if the recipe has one, and train. Phases that are done are not repeated."""
+    for line in check_isolation(job.config):
+        job.progress.note(line)
     _prepare(job)
     run_training_phases(job)
 

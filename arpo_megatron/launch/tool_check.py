@@ -1,4 +1,7 @@
-"""A check before any engine starts: the tool service accepts the job's config and offers the tools that it names."""
+"""Checks of the tool service before any engine starts.
+
+This machine isolates python calls as the job wants, and the service accepts the job's config and offers its tools.
+"""
 
 import asyncio
 import os
@@ -12,11 +15,33 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES, select_tools
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
+from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient
 from tools_sandbox.config import TOKEN_VARIABLE
 
 _OWN_PREFIX = "tools_sandbox: "
 """Start of the line in which the service names the reason why it cannot start."""
+
+
+def check_isolation(config: JobConfig) -> list[str]:
+    """Start a Python worker, and compare its isolation with `sandbox.isolation`.
+
+    Returns:
+        A note for the user if calls are isolated less than at level `contained`.
+
+    Raises:
+        UserError: the isolation is weaker than the job accepts.
+    """
+    wanted = config.sandbox.isolation
+    reached = check.check_isolation(wanted)
+    if not reached.sufficient:
+        raise UserError(
+            f"sandbox.isolation={wanted}, but this machine reaches {reached.level} ({reached.missing}): ask for user "
+            f"namespaces, or set sandbox.isolation={reached.level} if you trust the code (docs/guides/security.md)"
+        )
+    if not reached.warning:
+        return []
+    return [f"python calls are isolated at level {reached.level} only: {reached.warning} (docs/guides/security.md)"]
 
 
 def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:

@@ -307,7 +307,9 @@ def test_isolation_check_runs_isolated_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert reached.level == "ok" and "sandbox.isolation=limits" in reached.text
     monkeypatch.setattr("tools_sandbox.python_tool.walls.Walls.level", lambda walls: Level.LIMITS)  # an old kernel
     found = check_isolation(job())
-    assert found.level == "failure" and "level limits, sandbox.isolation wants contained" in found.text
+    assert found.level == "failure" and "level limits, sandbox.isolation wants process" in found.text
+    weak = check_isolation(job("sandbox.isolation=limits"))
+    assert weak.level == "warning" and "everything that the service's user can" in weak.text
 
 
 def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

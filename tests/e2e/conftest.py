@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from tests.e2e.jobs import ARPO, SEED, SHORT_SFT, Job, Start, quickstart, run_to
 Once = Callable[[str, Callable[[Path], None]], Path]
 
 
-def run_demo(directory: Path, *overrides: str) -> dict[str, Any]:
+def run_demo(directory: Path, *overrides: str, arpo: Sequence[str] = ARPO) -> dict[str, Any]:
     """Run `arpo demo` in an empty directory. Returns its figures, with absolute paths, and its terminal output."""
-    command = [*ARPO, "demo", "--seed", str(SEED), *overrides]
+    command = [*arpo, "demo", "--seed", str(SEED), *overrides]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, f"arpo demo failed; logs in {directory}/runs/*/logs\n{done.stderr[-3000:]}"
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from arpo_megatron.cli.trees import replay_trees
 from tests.e2e.conftest import run_demo
 from tests.e2e.jobs import ARPO, rows_of
+from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES
 
 pytestmark = pytest.mark.timeout(1600)
 
@@ -54,6 +56,14 @@ def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], t
 
 def test_stored_branch_decisions_follow_from_their_trees(demo: dict[str, Any], capsys: Any) -> None:
     check_decisions(demo, capsys)
+
+
+@pytest.mark.slow_campaign
+def test_demo_runs_without_namespaces_and_says_so(tmp_path: Path) -> None:
+    program = WITHOUT_NAMESPACES + "from arpo_megatron.__main__ import main; main()"
+    figures = run_demo(tmp_path, *SHORT_DEMO, arpo=[sys.executable, "-c", program])
+    check_run(figures)
+    assert figures["screen"].count("isolated at level process only") == 1
 
 
 @pytest.mark.slow_campaign

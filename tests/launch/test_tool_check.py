@@ -1,5 +1,6 @@
-"""A job whose tools are not on offer ends before any engine starts, in one line."""
+"""A job that this machine cannot isolate, or whose tools are not on offer, ends before any engine starts."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import write_tool_config
 from arpo_megatron.launch.tool_check import check_tools
+from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES
 from tests.tools_sandbox.test_added_tools import SERVER
 
 
@@ -39,3 +41,29 @@ def test_service_that_does_not_start_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"sandbox\.file=.*tools\.yaml: .*mcp\.gone: .* does not start") as caught:
         check(tmp_path, None, mcp=mcp)
     assert len(str(caught.value).splitlines()) == 1
+
+
+CHECK = """
+import sys
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.launch.tool_check import check_isolation
+try:
+    print(*check_isolation(resolve.resolve("quickstart", overrides=sys.argv[1:])))
+except UserError as error:
+    print("refused:", error)
+"""
+
+
+def isolation_notes(before: str, *overrides: str) -> str:
+    command = [sys.executable, "-c", before + CHECK, *overrides]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_quickstart_runs_without_namespaces_and_says_so() -> None:
+    assert isolation_notes("") == "\n"
+    (line,) = isolation_notes(WITHOUT_NAMESPACES).splitlines()
+    assert line.startswith("python calls are isolated at level process only: a call can see names of folders")
+    (line,) = isolation_notes(WITHOUT_NAMESPACES, "sandbox.isolation=contained").splitlines()
+    assert line.startswith("refused: sandbox.isolation=contained, but this machine reaches process (network namespace")
+    assert "set sandbox.isolation=process" in line

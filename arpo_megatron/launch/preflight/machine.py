@@ -182,7 +182,10 @@ def check_isolation(config: JobConfig | None) -> CheckResult:
     if not reached.sufficient:
         text = f"level {reached.level}, sandbox.isolation wants {wanted}: {reached.missing}"
         return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/guides/security.md)")
-    return ok("sandbox", f"level {reached.level}, sandbox.isolation={wanted}")
+    text = f"level {reached.level}, sandbox.isolation={wanted}"
+    if reached.warning:
+        return warning("sandbox", f"{text}: {reached.warning}", "ask for user namespaces (docs/guides/security.md)")
+    return ok("sandbox", text)
 
 
 def check_model_files(config: JobConfig) -> CheckResult:

@@ -44,7 +44,7 @@ os.setgid(65534)
 os.setuid(65534)
 """
 # Imitate a cluster machine without namespaces: a user namespace that allows no further ones, and no capabilities.
-_WITHOUT_NAMESPACES = """
+WITHOUT_NAMESPACES = """
 import os
 from pathlib import Path
 from tools_sandbox.utils import linux
@@ -150,7 +150,7 @@ def running(
         folder.chmod(0o755)
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         arguments = ["--port", "0", "--config", str(folder / "config.yaml")]
-        before = _AS_NOBODY * as_nobody + _WITHOUT_NAMESPACES * without_namespaces
+        before = _AS_NOBODY * as_nobody + WITHOUT_NAMESPACES * without_namespaces
         if open_files is not None:
             before += _WITH_OPEN_FILES.format(open_files, open_files)
         if soft_open_files is not None:
