@@ -37,7 +37,7 @@ TREE_BUDGETS = {"several": 120, "cut": 24}
 FLAT_BUDGET = 90
 PADDED = 64
 """Each trajectory's pack is padded to a multiple of this many tokens."""
-WEIGHT_LIMIT = 1.5
+WEIGHT_LIMIT = 1.2
 SYSTEM = 20
 ADAMW = OptimizerConfig(
     lr=1e-2, schedule="cosine", warmup_fraction=0.2, weight_decay=0.1, beta1=0.8, beta2=0.9, clip_grad=0.05, eps=1e-5

@@ -168,7 +168,7 @@ def stale_loss(problem: proof.Problem, parameters, first, spec) -> torch.Tensor:
         limit=proof.WEIGHT_LIMIT,
         **bounds,
     )
-    assert weights.min() < proof.WEIGHT_LIMIT / 2 and (weights == proof.WEIGHT_LIMIT).sum() > 1
+    assert weights.min() < 0.75 * proof.WEIGHT_LIMIT and (weights == proof.WEIGHT_LIMIT).sum() > 1
     return loss
 
 
