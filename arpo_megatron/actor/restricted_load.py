@@ -49,7 +49,12 @@ _MORE = "it holds more than tensors and plain values"
 
 
 class RestrictedLoad(megatron_torch.TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's way to load a checkpoint (`TorchDistLoadShardedStrategy.load`), with the limits of this module."""
+    """Megatron's way to load a checkpoint (`TorchDistLoadShardedStrategy.load`), with the limits of this module.
+
+    One instance loads from one checkpoint, whose metadata it reads once.
+    """
+
+    _reader: "_Reader | None" = None
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Fill the template. Raises UserError if the checkpoint holds anything but tensors and plain values."""
@@ -60,7 +65,7 @@ class RestrictedLoad(megatron_torch.TorchDistLoadShardedStrategy):  # type: igno
             allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
         )
         target = megatron_torch.mcore_to_pyt_state_dict(by_key, True)
-        reader = _Reader(checkpoint_dir)
+        reader = self._reader = self._reader or _Reader(checkpoint_dir)
         reader.read_metadata()  # on every rank: below an error would arrive wrapped
         try:
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Megatron uses this function, too

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from arpo_megatron.actor import optimizer_state, parallel
 from arpo_megatron.actor.restricted_load import RestrictedLoad, check_module_states, load_common
 
-_COMMON_FILE = "common.pt"
-_METADATA_FILES = (".metadata", "metadata.json", _COMMON_FILE)
-_FORM = {"non_homogeneous_layers": True}
+COMMON_FILE = "common.pt"
+_METADATA_FILES = (".metadata", "metadata.json", COMMON_FILE)
+FORM = {"non_homogeneous_layers": True}
 """Save layers one by one under their number in the whole model, regardless of pipeline stage and chunk."""
 
 
@@ -64,7 +64,7 @@ class TrainingSnapshot:
         """Write the files that join all ranks' parts and return them; only rank 0 calls it, with every rank's entry."""
         self.writer.finish(self.metadata, written)
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
-        torch.save(self.common, self.directory / _COMMON_FILE)
+        torch.save(self.common, self.directory / COMMON_FILE)
         return [self.directory / name for name in _METADATA_FILES]
 
 
@@ -106,7 +106,7 @@ def load_training_state(directory: Path, chunks: list[Any], optimizer: Any, sche
     Raises:
         UserError: the checkpoint holds objects that could run code.
     """
-    same_layout = load_common(directory / _COMMON_FILE)["layout"] == _layout()
+    same_layout = load_common(directory / COMMON_FILE)["layout"] == _layout()
     template, own = _template(chunks, optimizer, scheduler, with_rng=same_layout)
     state = dist_checkpointing.load(template, str(directory), RestrictedLoad())
     for index, chunk in enumerate(chunks):
@@ -127,7 +127,7 @@ def _template(
     chunks: list[Any], optimizer: Any, scheduler: Any, *, with_rng: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the state to save or load, and the optimizer tensors that its "moments" are copied into."""
-    weights = {f"chunk{index}": chunk.sharded_state_dict(metadata=dict(_FORM)) for index, chunk in enumerate(chunks)}
+    weights = {f"chunk{index}": chunk.sharded_state_dict(metadata=dict(FORM)) for index, chunk in enumerate(chunks)}
     every = {f"{name}.{key}": base for name, part in weights.items() for key, base in part.items()}
     moments, own = optimizer_state.state_template(optimizer, every)
     state = {

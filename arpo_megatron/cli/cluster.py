@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arpo_megatron.cli.jobs import following, submit_following
 from arpo_megatron.cli.options import ClusterOfRun, ConfigFile, DryRun, Overrides, Panel, Recipe, next_command
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
@@ -13,6 +14,7 @@ from arpo_megatron.jobs import resolve
 
 if TYPE_CHECKING:
     from arpo_megatron.cluster.profile import ClusterProfile
+    from arpo_megatron.jobs.run_directory import RunDirectory
 
 app = typer.Typer()
 
@@ -27,6 +29,12 @@ Chain = Annotated[
 ]
 
 
+Then = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND[,COMMAND]", help="Jobs that follow the training: eval, export, or both in order."),
+]
+
+
 @app.command(rich_help_panel=Panel.CLUSTER)
 def submit(
     recipe: Recipe,
@@ -37,19 +45,50 @@ def submit(
     chain: Chain = 1,
     force: Force = False,
     dry_run: DryRun = False,
+    then: Then = None,
 ) -> None:
     """Train a recipe on a Slurm cluster, in one allocation for tool service, engines and trainer.
 
     Prints the name of the run and the id of its job.
     """
+    submit_recipe(
+        recipe, cluster, overrides or (), config, nodes=nodes, chain=chain, force=force, dry_run=dry_run, then=then
+    )
+
+
+def submit_recipe(
+    recipe: str,
+    cluster: str,
+    overrides: Sequence[str],
+    config: Path | None,
+    *,
+    nodes: int | None = None,
+    chain: int = 1,
+    force: bool = False,
+    dry_run: bool = False,
+    then: str | None = None,
+    only_sft: bool = False,
+) -> None:
+    """Do `arpo submit`; with `only_sft` the job ends after the cold start."""
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.ssh import run_on_login_node
 
-    options = {"config": config, "nodes": nodes, "chain": chain, "force": force, "dry-run": dry_run}
-    run_on_login_node(cluster, "submit", recipe, *(overrides or ()), **options)
+    commands = following(then)
+    options: dict[str, object] = {"config": config, "dry-run": dry_run}
+    if only_sft:
+        run_on_login_node(cluster, "sft", recipe, *overrides, **options)
+    else:
+        options |= {"nodes": nodes, "chain": chain, "force": force, "then": then}
+        run_on_login_node(cluster, "submit", recipe, *overrides, **options)
     profile = load_profile(cluster)
-    job = _resolved(recipe, profile, nodes or profile.nodes, overrides or (), config)
-    _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run)
+    job = _resolved(recipe, profile, nodes or profile.nodes, overrides, config)
+    if only_sft and job.sft.steps == 0:
+        raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
+    found = _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run, only_sft=only_sft)
+    if found is not None:
+        submit_following(found[0], cluster, commands, found[1])
+    elif commands:
+        print(f"# then, after this job: {', '.join(f'arpo {each}' for each in commands)}")
 
 
 @app.command(rich_help_panel=Panel.CLUSTER)
@@ -119,19 +158,24 @@ def _submit(
     force: bool,
     dry_run: bool = False,
     resuming: bool = False,
-) -> None:
+    only_sft: bool = False,
+) -> "tuple[RunDirectory, list[str]] | None":
+    """Submit a job and return its run and the ids of its jobs; None after a dry run."""
     from arpo_megatron.cluster import submit as submitting
     from arpo_megatron.cluster.runs import address
 
-    submission = submitting.prepare_submission(job, profile, nodes=nodes, chain=chain, resume=resuming)
+    submission = submitting.prepare_submission(
+        job, profile, nodes=nodes, chain=chain, resume=resuming, only_sft=only_sft
+    )
     if dry_run:
         print(submitting.dry_run(submission))
-        return
+        return None
     jobs = submitting.submit_jobs(submission, force=force)
     run, name = submission.run, address(submission.run)
     print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
     next_command(f"arpo logs {name} --follow")
+    return run, jobs
 
 
 @app.command(rich_help_panel=Panel.CLUSTER)

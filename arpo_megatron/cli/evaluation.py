@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import ConfigFile, DryRun, Overrides, Panel, Recipe, next_command
+from arpo_megatron.cli.jobs import step_model, submit_command
+from arpo_megatron.cli.options import ConfigFile, DryRun, OnCluster, Overrides, Panel, Recipe, next_command
 from arpo_megatron.evaluation.prompts import Tools
 
 app = typer.Typer()
@@ -76,12 +77,20 @@ def evaluate(
     system_prompt: SystemPrompt = None,
     out: Out = None,
     dry_run: DryRun = False,
+    cluster: OnCluster = None,
+    step: Annotated[int | None, typer.Option(help="For a run: its export of this step's checkpoint.")] = None,
 ) -> None:
     """Answer benchmarks or held-out tasks with a model and tools, and score the answers.
 
     After an interruption, the same command continues. The last line of standard output is a JSON object.
     """
-    options = {name: value for name, value in locals().items() if name != "dry_run"}
+    options = {name: value for name, value in locals().items() if name not in ("dry_run", "cluster", "step")}
+    if cluster is not None:
+        given = {name: value for name, value in options.items() if name not in ("target", "overrides")}
+        submit_command(cluster, "eval", target, *(overrides or ()), **given, step=step, dry_run=dry_run)
+        return
+    if step is not None:
+        options["model"] = step_model(target, step, model)
     from arpo_megatron.evaluation.run import EvalRequest, describe
     from arpo_megatron.evaluation.run import evaluate as run
 

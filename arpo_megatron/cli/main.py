@@ -11,11 +11,22 @@ from typer.exceptions import TyperException
 
 from arpo_megatron.cli.bench import app as bench
 from arpo_megatron.cli.cluster import app as cluster
+from arpo_megatron.cli.cluster import submit_recipe
 from arpo_megatron.cli.evaluation import app as evaluation
+from arpo_megatron.cli.jobs import submit_command
 from arpo_megatron.cli.lists import app as lists
 from arpo_megatron.cli.lists import recipes
 from arpo_megatron.cli.look import app as look
-from arpo_megatron.cli.options import ConfigFile, DryRun, Overrides, Panel, Recipe, RunDir, next_command, open_run
+from arpo_megatron.cli.options import (
+    ConfigFile,
+    DryRun,
+    OnCluster,
+    Overrides,
+    Panel,
+    Recipe,
+    next_command,
+    open_run,
+)
 from arpo_megatron.cli.replay import app as replay
 from arpo_megatron.cli.study import app as study
 from arpo_megatron.cli.view import app as view
@@ -111,7 +122,11 @@ def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool, int]
         resume: Resume = False,
         restarts: Restarts = 0,
         dry_run: DryRun = False,
+        cluster: OnCluster = None,
     ) -> None:
+        if cluster is not None:
+            submit_recipe(recipe, cluster, _with_seed(overrides, seed), config, dry_run=dry_run, only_sft=name == "sft")
+            return
         job = _resolve(recipe, overrides, config, seed)
         if name == "sft" and job.sft.steps == 0:
             raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
@@ -137,17 +152,33 @@ _recipe_command(
 )
 
 
+RunPath = Annotated[
+    str, typer.Argument(metavar="RUN_DIR", help="Run directory; with --cluster also the name of a submitted run.")
+]
+
+
 @app.command(rich_help_panel=Panel.TRAIN)
 def export(
-    run_dir: RunDir,
-    out: Annotated[Path, typer.Option(help="Hugging Face directory to write; it must not exist yet.")],
+    run_dir: RunPath,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face directory to write, which must not exist; default: RUN_DIR/exports/step_N."),
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest.")] = None,
+    cluster: OnCluster = None,
 ) -> None:
-    """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load."""
+    """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load.
+
+    One process reads the weights layer by layer, on CPUs, whatever the number of ranks that wrote them.
+    """
+    if cluster is not None:
+        return submit_command(cluster, "export", run_dir, out=out, step=step)
     from arpo_megatron.launch.job import export_checkpoint
 
-    print(export_checkpoint(open_run(run_dir), out, step))
-    next_command(f"arpo eval {run_dir} --model {out}")
+    written = export_checkpoint(open_run(Path(run_dir)), out, step)
+    print(written)
+    next_command(f"arpo eval {run_dir} --model {written}")
+    return None
 
 
 Gpu = Annotated[str, typer.Option(help="GPU type: h100-80, h200 or a100-80.")]

@@ -79,3 +79,7 @@ ClusterOfRun = Annotated[
     str | None,
     typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Submit it as a Slurm job of its own: a name in slurm/clusters, or a file."),
+]

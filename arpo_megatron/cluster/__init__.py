@@ -7,8 +7,10 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `profile`, `profiles/` | the values that describe a cluster; `profiles` is a link to slurm/clusters |
 | `code_snapshot` | the code of the working tree, packed with the job |
 | `submit` | recipe, profile and code -> nemo-run -> sbatch |
+| `files_before` | the files of a run before a submission |
 | `packager` | the archive of the code that nemo-run sends with the job |
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
+| `commands` | `arpo eval` and `arpo export` as jobs of their own |
 | `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |

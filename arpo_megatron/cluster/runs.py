@@ -12,7 +12,7 @@ from typing import Any
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import load_profile, profile_names
 from arpo_megatron.cluster.ssh import cluster_hint, login_node
-from arpo_megatron.cluster.submissions import job_states, job_states_of, live_jobs, submissions_of
+from arpo_megatron.cluster.submissions import command_jobs, job_states, job_states_of, live_jobs, submissions_of
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
@@ -138,6 +138,8 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
     changed = " with uncommitted changes (submissions/*.diff)" if submission["changed"] else ""
     jobs = ", ".join(job for each in submissions_of(run) for job in each["jobs"])
     print(f"  jobs {jobs}; code {submission['commit'][:12]}{changed}")
+    for command, job in command_jobs(run):
+        print(f"  job {job.id} {job.state}: {command}")
     print(f"  {run.path}")
     for event in _last_events(run, 3):
         print(f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))} {event['text']}")
@@ -163,9 +165,16 @@ def log_of(run: RunDirectory, role: str) -> Path:
 
 def _logs_of(run: RunDirectory, role: str) -> list[Path]:
     """Return the logs of a process, oldest first."""
-    found = run.logs.glob("log-*.out" if role == "job" else "*.log")
-    wanted = [path for path in found if role in ("job", path.stem)]  # not in the glob: a role is not a pattern
+    found = [*run.logs.glob("log-*.out" if role == "job" else "*.log"), *run.logs.glob("*/log-*.out")]
+    # Not in the glob: a role is not a pattern. A job of its own has a folder with the name of its command.
+    wanted = [path for path in found if role == _role_of(run, path)]
     return sorted(wanted, key=lambda path: path.stat().st_mtime)
+
+
+def _role_of(run: RunDirectory, log: Path) -> str:
+    if log.parent != run.logs:
+        return log.parent.name
+    return "job" if log.suffix == ".out" else log.stem
 
 
 @dataclass(slots=True)
@@ -242,7 +251,8 @@ def print_health(run: RunDirectory) -> None:
 
 def cancel(run: RunDirectory) -> None:
     """Cancel all jobs of a run, the waiting ones first, because one of them could start otherwise."""
-    if not (live := live_jobs(run)):
+    commands = [state.id for _, state in command_jobs(run) if state.live]
+    if not (live := [*live_jobs(run), *commands]):
         raise UserError(f"{run.path.name} has no waiting or running job")
     for job in reversed(live):
         slurm.call("scancel", job)

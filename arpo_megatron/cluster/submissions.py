@@ -1,5 +1,7 @@
 """Records of a run's submissions, and its jobs in Slurm's queue."""
 
+import json
+import shlex
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -10,6 +12,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import read_json
 
+_COMMANDS = "commands.jsonl"
 _MAY_BE_AUTO = ("engine.placement", "sync.transport")
 """Keys whose value `auto` depends on the number of nodes. The config of a submitted run has the values for its newest
 submission, because its processes read it."""
@@ -57,6 +60,21 @@ def job_states_of(runs: Sequence[RunDirectory]) -> list[list[slurm.JobState]]:
 def live_jobs(run: RunDirectory) -> list[str]:
     """Return the ids of the run's jobs that wait or run."""
     return [state.id for state in job_states(run) if state.live]
+
+
+def record_command(run: RunDirectory, job: str, job_name: str, words: Sequence[str]) -> None:
+    """Record a job that runs `arpo WORDS...` for the run."""
+    with (run.submissions / _COMMANDS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"job": job, "job_name": job_name, "command": list(words)}) + "\n")
+
+
+def command_jobs(run: RunDirectory) -> list[tuple[str, slurm.JobState]]:
+    """Return each command that was submitted for the run, with the state of its job unless Slurm has forgotten it."""
+    file = run.submissions / _COMMANDS
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    states = slurm.job_states([row["job"] for row in rows]) if rows else {}
+    found = [(shlex.join(["arpo", *row["command"]]), states.get(row["job"]), row["job_name"]) for row in rows]
+    return [(command, state) for command, state, name in found if state is not None and state.name == name]
 
 
 def waiting_jobs(run: RunDirectory) -> list[str]:

@@ -3,12 +3,11 @@
 import os
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
+from arpo_megatron.cluster.files_before import FilesBefore
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.runs import address, wait_until_ended
 from arpo_megatron.cluster.submissions import no_longer_auto, submissions_of
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from nemo_run import Experiment, SlurmExecutor
 
 JOB = "arpo_megatron.cluster"
+ONLY_SFT = "--sft"
+"""Argument of a job that ends after the cold start."""
 UNSAFE = re.compile(r"[^A-Za-z0-9_@+=./-]")
 """A character that no path in the batch script may have: it is shell syntax, or special to sbatch (%), PYTHONPATH (:)
 or mounts (,)."""
@@ -62,11 +64,22 @@ class Submission:
     """Whether the run exists already."""
     auto: tuple[str, ...] = ()
     """Keys that were `auto` before the number of nodes was known."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the job's first process (`cluster/__main__.py`)."""
+    command: str = ""
+    """Command that the job runs instead of the training (`commands.py`)."""
+    after: tuple[str, ...] = ()
+    """Jobs that must have ended before this one starts."""
 
     @property
     def job_name(self) -> str:
-        """Name for Slurm. All jobs of a run have it, so `--dependency=singleton` runs one at a time."""
-        return f"arpo-{self.run.path.name}"
+        """Name for Slurm. All jobs that train a run have one, so `--dependency=singleton` runs one at a time."""
+        return f"arpo-{self.run.path.name}{f'-{self.command}' if self.command else ''}"
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the job's output."""
+        return self.run.logs / self.command
 
     def record(self, jobs: Sequence[str], job_name: str, code: Code | None = None) -> dict[str, Any]:
         """Return the record of the submission of `jobs` with `code` (None: unknown), as `submissions_of` reads it."""
@@ -83,7 +96,13 @@ class Submission:
 
 
 def prepare_submission(
-    config: JobConfig, profile: ClusterProfile, *, nodes: int | None, chain: int = 1, resume: bool = False
+    config: JobConfig,
+    profile: ClusterProfile,
+    *,
+    nodes: int | None,
+    chain: int = 1,
+    resume: bool = False,
+    only_sft: bool = False,
 ) -> Submission:
     """Complete the config for the cluster and forecast the job. Nothing is written.
 
@@ -93,6 +112,7 @@ def prepare_submission(
         nodes: number of nodes; None for the profile's (only for a new run), or as few as possible.
         chain: number of jobs to queue one after the other.
         resume: continue the run of this config instead of starting one.
+        only_sft: end after the cold start; a later `arpo resume` continues.
 
     Raises:
         UserError: the job does not fit the nodes, there is no run to resume, or a path cannot be in a batch script.
@@ -110,7 +130,8 @@ def prepare_submission(
     config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
     forecast = None if hardware is None else plan(config, hardware)
-    return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto)
+    arguments = (ONLY_SFT,) if only_sft else ()
+    return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto, arguments)
 
 
 def _check_path(name: str, path: Path) -> None:
@@ -206,7 +227,7 @@ def _submit_chain(submission: Submission, code: Code) -> list[str]:
         wait_until_ended(run)
     number = len(submissions_of(run)) + 1
     diff, record = run.submissions / f"{number}.diff", run.submissions / f"{number}.json"
-    before = _Before.read(run, diff, record)
+    before = FilesBefore.read(run, diff, record)
     jobs: list[str] = []
     try:
         if not submission.resume:
@@ -233,7 +254,7 @@ def _submit_links(submission: Submission, code: Code, record: Path, jobs: list[s
         try:
             # An interrupt before Slurm's answer would leave a job that `arpo status` and `arpo cancel` do not know.
             with interrupts_held_back():
-                jobs.append(_submit_one(submission, code))
+                jobs.append(submit_one(submission, code))
                 write_json(record, submission.record(jobs, submission.job_name, code))
             if not submission.profile.requeue:
                 # nemo-run calls `sbatch --requeue`, which has precedence over the script.
@@ -244,7 +265,7 @@ def _submit_links(submission: Submission, code: Code, record: Path, jobs: list[s
             raise
 
 
-def _submit_one(submission: Submission, code: Code) -> str:
+def submit_one(submission: Submission, code: Code) -> str:
     """Submit one job and return its id. Raises UserError if Slurm refuses it."""
     with _experiment(submission, submission.run.submissions, code) as experiment:
         try:
@@ -274,35 +295,6 @@ def _cancel_accepted(submission: Submission, jobs: list[str], error: BaseExcepti
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The files and folders of a run before a submission wrote to it."""
-
-    files: Mapping[Path, bytes | None]
-    """Content of each file that is written; None if it did not exist."""
-    folders: Sequence[Path]
-    """Folders that did not exist."""
-
-    @classmethod
-    def read(cls, run: RunDirectory, *more: Path) -> "_Before":
-        files = [run.config, run.cluster, *more]
-        files += [file.with_name(file.name + ".tmp") for file in files]
-        return cls(
-            {file: file.read_bytes() if file.exists() else None for file in files},
-            [folder for folder in (run.submissions, run.logs) if not folder.exists()],
-        )
-
-    def restore(self) -> None:
-        """Restore the files. Of a new run only its inputs remain, so that the next one gets its name."""
-        for file, text in self.files.items():
-            if text is None:
-                file.unlink(missing_ok=True)
-            elif not file.exists() or file.read_bytes() != text:
-                file.write_bytes(text)
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _nemo_run(home: Path) -> Any:
     """Import nemo-run, which keeps its files in `home`."""
     if find_spec("nemo_run") is None:
@@ -322,7 +314,10 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Exp
     nemo_run = _nemo_run(home)
     name = submission.run.path.name
     script = nemo_run.Script(
-        path=JOB, m=True, entrypoint=str(_python(submission.profile)), args=[str(submission.run.path)]
+        path=JOB,
+        m=True,
+        entrypoint=str(_python(submission.profile)),
+        args=[str(submission.run.path), *submission.arguments],
     )
     # nemo-run calls git in the working directory, and its commands would read our standard input.
     with chdir(ROOT), _empty_stdin():
@@ -358,6 +353,8 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         more[name.replace("-", "_")] = amount
     if submission.chain > 1:
         more["dependency"] = "singleton"
+    if submission.after:
+        more["dependency"] = f"afterany:{':'.join(submission.after)}"
     # Not as nemo-run's env_vars: it writes their names in upper case, and some (http_proxy) are in lower case.
     exports = [f"export {k}={shlex.quote(v)}" for k, v in profile.environment.items() if k not in _OWN_VARIABLES]
     return nemo_run.SlurmExecutor(
@@ -371,7 +368,7 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         mem=profile.mem,
         signal=f"USR1@{profile.signal_s}",
         job_name_prefix="",
-        job_details=SlurmJobDetails(job_name=submission.job_name, folder=str(submission.run.logs)),
+        job_details=SlurmJobDetails(job_name=submission.job_name, folder=str(submission.logs)),
         # One supervisor, outside the container, which lacks srun. It must be on the first node, as the layout has it:
         # Slurm prefers another node while the step with which nemo-run reads the node's address is ending.
         srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],

@@ -61,52 +61,53 @@ _TRIES, _PAUSE_S = 3, 5.0
 """Number of attempts with a controller that does not answer, and seconds between them."""
 
 
-def supervise(path: Path, warned: Sequence[int]) -> int:
+def supervise(path: Path, warned: Sequence[int], *, only_sft: bool = False) -> int:
     """Run the job to its end and return its exit code.
 
     Args:
         path: run directory.
         warned: signals from Slurm (USR1, TERM) that were received during the import.
+        only_sft: end after the cold start.
     """
     try:
-        return _supervise(RunDirectory(path), warned)
+        return _supervise(RunDirectory(path), warned, only_sft)
     except UserError as error:
-        return _report(error, USER_ERROR_EXIT_CODE)
+        return report(error, USER_ERROR_EXIT_CODE)
 
 
-def _supervise(run: RunDirectory, warned: Sequence[int]) -> int:
+def _supervise(run: RunDirectory, warned: Sequence[int], only_sft: bool) -> int:
     try:
         job_id, node_list = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
     except KeyError:
         raise UserError("this is not a Slurm job: start one with arpo submit") from None
     drop_slurm_variables()
     try:
-        return _run_to_end(run, job_id, node_list, warned)
+        return _run_to_end(run, job_id, node_list, warned, only_sft)
     except UserError:
         # The next job of the chain would fail in the same way, and a run with a job in the queue cannot be resumed.
         if cancelled := _cancel_waiting(run):
-            _report(StoppedError(f"cancelled the rest of the chain: job {', '.join(cancelled)}"), 0)
+            report(StoppedError(f"cancelled the rest of the chain: job {', '.join(cancelled)}"), 0)
         raise
 
 
-def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int]) -> int:
+def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence[int], only_sft: bool) -> int:
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
-    nodes: list[Node] = _retry(lambda: slurm.allocated_nodes(node_list), [])
+    nodes: list[Node] = retry(lambda: slurm.allocated_nodes(node_list), [])
     if not nodes:  # the user cannot fix it, and a later job may succeed
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
     backend = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
     try:
         interrupt_on_signals()
-        _run(config, run, backend, warned)
+        _run(config, run, backend, warned, only_sft)
     except StoppedError:
         return _hand_over(run, profile, job_id)
     except ProcessDiedError as error:
-        code = _report(error, error.code)
+        code = report(error, error.code)
         return _leave_lost(lost, backend, code) if (lost := backend.lost_nodes()) else code
     except SilentNodeError as error:
         if not (lost := backend.lost_nodes()):
             raise
-        _report(error, 0)
+        report(error, 0)
         return _leave_lost(lost, backend, UNFINISHED)
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
@@ -116,7 +117,7 @@ def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
 
 def _leave_lost(lost: Sequence[str], backend: SlurmBackend, otherwise: int) -> int:
     """Requeue the job without these nodes, which Slurm itself would notice minutes later."""
-    _report(UserError(f"cannot reach {', '.join(lost)} any more"), 1)
+    report(UserError(f"cannot reach {', '.join(lost)} any more"), 1)
     return _requeue(backend.job_id, otherwise) if backend.profile.requeue else otherwise
 
 
@@ -128,12 +129,12 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
             slurm.call("scancel", waiting, check=False)
             cancelled.append(waiting)
     except UserError as error:
-        _report(error, 0)
+        report(error, 0)
     return cancelled
 
 
-def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int]) -> None:
-    _read_secrets(backend.profile)
+def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int], only_sft: bool) -> None:
+    read_secrets(backend.profile)
     with backend.prepared(), hold_run(config, run, backend) as job:
         progress = job.progress
         signals = _Signals(run, backend, progress)
@@ -147,15 +148,15 @@ def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Se
             progress.note(line)
         try:
             _wait_for_old_kills(job, backend)
-            _phases(job, backend)
+            _phases(job, backend, only_sft or config.sft_only)
         except (ProcessDiedError, SilentNodeError) as error:
             if not signals.term:
                 raise
-            _report(error, 0)  # proctrack/linuxproc sends TERM to the steps' sruns too, so none could save
+            report(error, 0)  # proctrack/linuxproc sends TERM to the steps' sruns too, so none could save
             raise Interrupted from None
 
 
-def _phases(job: Job, backend: SlurmBackend) -> None:
+def _phases(job: Job, backend: SlurmBackend, only_sft: bool) -> None:
     job.progress.phase("doctor")
     (port,) = free_ports(1, backend.nodes[0].address, backend.profile.ports)
     examine_nodes(backend, job.supervisor, port, job.show_events)
@@ -163,11 +164,11 @@ def _phases(job: Job, backend: SlurmBackend) -> None:
     command = backend.python([sys.executable, "-m", "arpo_megatron.cluster.prepare", str(job.run.path)])
     step = backend.step("prepare", backend.nodes[:1], 1, command)
     job.supervisor.wait(job.supervisor.start("prepare", step), poll=job.show_events)
-    if job.config.sft_only:
+    if only_sft:
         run_sft_phase(job)
     else:
         run_training_phases(job)
-    job.progress.note(f"exported to {job.run.sft_model if job.config.sft_only else job.run.export}")
+    job.progress.note(f"exported to {job.run.sft_model if only_sft else job.run.export}")
     job.progress.next_command(f"arpo view {job.run.path}")
 
 
@@ -240,7 +241,7 @@ class _Signals:
         self.progress.note(f"{why}: the trainer saves and ends")
 
 
-def _read_secrets(profile: ClusterProfile) -> None:
+def read_secrets(profile: ClusterProfile) -> None:
     """Put the secrets into the environment, which srun passes to every step. They are not written to disk."""
     for name, source in profile.secrets.items():
         if source != "env":
@@ -252,31 +253,32 @@ def _read_secrets(profile: ClusterProfile) -> None:
             raise UserError(f"the secret {name} is not in the environment that sbatch passed on")
 
 
-def _report(error: Exception, code: int) -> int:
+def report(error: Exception, code: int) -> int:
+    """Print an error and return `code`."""
     print(f"arpo: {error}", file=sys.stderr, flush=True)
     return code
 
 
 def _hand_over(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
     """After a save, leave the rest to the next job of the chain, or to this job after a requeue."""
-    waiting: list[str] = _retry(lambda: waiting_jobs(run), [])
+    waiting: list[str] = retry(lambda: waiting_jobs(run), [])
     if waiting:
-        return _report(StoppedError(f"saved; job {waiting[0]} continues the run"), 0)
+        return report(StoppedError(f"saved; job {waiting[0]} continues the run"), 0)
     if profile.requeue:
         return _requeue(job_id, UNFINISHED)
-    return _report(StoppedError("saved; `arpo resume` continues the run"), UNFINISHED)
+    return report(StoppedError("saved; `arpo resume` continues the run"), UNFINISHED)
 
 
 def _still_wanted(job_id: str) -> bool:
     """Return whether the job is still RUNNING, as before a preemption. It is not after scancel or the time limit."""
-    return _retry(lambda: _running(slurm.job_state(job_id)), True)
+    return retry(lambda: _running(slurm.job_state(job_id)), True)
 
 
 def _running(state: slurm.JobState | None) -> bool:
     return state is not None and state.state in ("RUNNING", "SIGNALING")
 
 
-def _retry(ask: Callable[[], _T], otherwise: _T) -> _T:
+def retry(ask: Callable[[], _T], otherwise: _T) -> _T:
     """Ask Slurm, several times if it does not answer, and return `otherwise` if it stays silent."""
     for number in range(_TRIES):
         if number:
@@ -284,7 +286,7 @@ def _retry(ask: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return ask()
         except UserError as error:
-            _report(error, 0)
+            report(error, 0)
     return otherwise
 
 
@@ -294,11 +296,11 @@ def _requeue(job_id: str, otherwise: int) -> int:
     Returns `otherwise`, the exit code of the job, if Slurm refuses.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _report(StoppedError("requeueing the job"), 0)
+    report(StoppedError("requeueing the job"), 0)
     try:
         slurm.call("scontrol", "requeue", job_id)
     except UserError as error:
         if _REQUEUED_ALREADY not in str(error):
-            return _report(UserError(f"{error}; `arpo resume` continues the run"), otherwise)
+            return report(UserError(f"{error}; `arpo resume` continues the run"), otherwise)
     time.sleep(_END_S)
     return otherwise

@@ -112,6 +112,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def exports(self) -> Path:
+        """Hugging Face directories of single checkpoints (`arpo export`)."""
+        return self.path / "exports"
+
+    @property
     def profile(self) -> Path:
         """Traces of torch's profiler (`monitor.profile_steps`)."""
         return self.path / "profile"

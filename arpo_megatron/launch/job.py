@@ -1,6 +1,7 @@
 """The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import StoppedError, UserError
+from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
@@ -121,15 +123,21 @@ def run_sft(config: JobConfig, *, resume: bool, restarts: int = 0) -> dict[str, 
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
 
 
-def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
+def export_checkpoint(run: RunDirectory, out: Path | None, step: int | None) -> Path:
     """Write checkpoint `step` (None: the newest) of a run as a Hugging Face directory.
+
+    One process on the CPUs of this machine reads the weights layer by layer, so the run may be training meanwhile, and
+    its checkpoints may be those of any number of ranks.
+
+    Args:
+        run: the run.
+        out: directory to write; None: exports/step_N of the run.
+        step: step of the checkpoint.
 
     Raises:
         UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
         ProcessDiedError: the conversion failed; the message names its log.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already; name a directory that does not")
     steps = [step_of(path) for path in checkpoint_directories(run.checkpoints)]
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
@@ -137,10 +145,20 @@ def export_checkpoint(run: RunDirectory, out: Path, step: int | None) -> Path:
             f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
         )
     wanted = "newest" if step is None else str(step)
+    out = out or run.exports / f"step_{steps[-1] if step is None else step}"
+    if out.exists():
+        raise UserError(f"{out} exists already; name a directory that does not")
     config = resolve.load(run.config)
     check_model(config, run)
-    with hold_run(config, run) as job:
-        run_trainer(job, "arpo_megatron.trainer.export_checkpoint", wanted, str(out))
+    command = [sys.executable, "-m", "arpo_megatron.trainer.export_checkpoint", str(run.path), wanted, str(out)]
+    with Supervisor(run.logs) as supervisor:
+        variables = {**trainer_environment("cpu"), "CUDA_VISIBLE_DEVICES": ""}
+        process = supervisor.start("export_checkpoint", command, env=variables)
+        supervisor.wait(process)
+        written = process.log.read_bytes()[process.log_start :].decode(errors="replace")
+    for line in written.splitlines():
+        if line.startswith("arpo: "):  # a damaged checkpoint that is not used
+            print(line, file=sys.stderr)
     return out
 
 

@@ -1,44 +1,56 @@
-"""Export a checkpoint as a Hugging Face directory, on all ranks.
+"""Export a checkpoint of any layout as a Hugging Face directory, with one process and the memory of one layer.
 
-Run as `python -m arpo_megatron.trainer.export_checkpoint RUN_DIR STEP|newest OUT`.
+Run as `python -m arpo_megatron.trainer.export_checkpoint RUN_DIR STEP|newest OUT`, without a visible GPU.
 """
 
 import sys
 from pathlib import Path
 
-from arpo_megatron.actor.checkpoint import CheckpointStore, find_damage
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.checkpoint import CheckpointStore, find_damage, newest_intact
+from arpo_megatron.actor.model import DTYPES
+from arpo_megatron.actor.stored_weights import stored_tensors
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.trainer.setup import ActorSession, actor_session
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory, start_model
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import explain_disk_errors
 from arpo_megatron.utils.rank_main import rank_main
-from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.export import write_hf
 
 
-def load_checkpoint(session: ActorSession, step: str) -> None:
-    """Load the checkpoint of a step, or the newest whole one.
+def checkpoint_path(run: RunDirectory, step: str) -> Path:
+    """Return the checkpoint of a step, or the newest whole one; all ranks call it.
 
     Raises:
         UserError: there is none, or that step's is damaged.
     """
     if step == "newest":
-        if session.load_newest() is None:
-            raise UserError(f"{session.directory.path} has no checkpoint")
-        return
-    path = session.checkpoints.root / f"step_{step}"
+        found = newest_intact(run.checkpoints)
+        for line in found.warnings:
+            print(f"arpo: {line}", flush=True)
+        if found.path is None:
+            raise UserError(f"{run.path} has no checkpoint")
+        return found.path
+    path = run.checkpoints / f"step_{step}"
     if phrases := find_damage(path):
         raise UserError(f"{path} cannot be used: {phrases[0]}")
-    session.actor.load(CheckpointStore.actor_directory(path))
+    return path
 
 
 @rank_main
 def main() -> None:
-    """Export the checkpoint that the command line names; every rank runs this."""
+    """Export the checkpoint that the command line names."""
     run, step, out = RunDirectory(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
-    with actor_session(run, "train", training=False) as session:
-        load_checkpoint(session, step)
-        with explain_disk_errors(out, "make room and give the command again"):
-            export_hf(session.actor.chunks, session.actor.spec, session.start, out)
+    config = resolve.load(run.config)
+    parallel.initialize(ParallelConfig(), config.seed)
+    source, dtype = start_model(config, run, "train"), config.model.dtype
+    spec = ModelSpec.from_hf(source)
+    actor = CheckpointStore.actor_directory(checkpoint_path(run, step))
+    with explain_disk_errors(out, "make room and give the command again"):
+        write_hf(stored_tensors(actor, spec, dtype), spec, DTYPES[dtype], source, out)
+    parallel.destroy()
 
 
 if __name__ == "__main__":

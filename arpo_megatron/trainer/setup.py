@@ -1,6 +1,6 @@
 """Set-up of a training rank: model, checkpoints and logs, opened and closed in one place.
 
-Used by `train`, `sft`, `export_checkpoint` and `replay_update`.
+Used by `train`, `sft` and `replay_update`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

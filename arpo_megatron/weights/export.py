@@ -113,17 +113,34 @@ def export_hf(
     tensors = hf_tensors(chunks, spec)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype
-        temporary = out_dir.with_name(out_dir.name + ".tmp")
-        try:
-            _write(tensors, spec, dtype, source_dir, temporary, max_shard_bytes)
-        except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)  # free the disk
-            raise
-        replace_directory(temporary, out_dir)
+        write_hf(tensors, spec, dtype, source_dir, out_dir, max_shard_bytes=max_shard_bytes)
     else:
         for _ in tensors:  # take part in gathering
             pass
     dist.barrier()
+
+
+def write_hf(
+    tensors: Iterator[tuple[str, Tensor]],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    source_dir: Path,
+    out_dir: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `out_dir` from the whole model's tensors, in the order of `mapping.hf_shapes`, as `export_hf` describes.
+
+    Raises:
+        OSError: writing failed; nothing is left behind.
+    """
+    temporary = out_dir.with_name(out_dir.name + ".tmp")
+    try:
+        _write(tensors, spec, dtype, source_dir, temporary, max_shard_bytes)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)  # free the disk
+        raise
+    replace_directory(temporary, out_dir)
 
 
 def _gather(

@@ -11,6 +11,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.config import JobConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.weights.export import export_hf
 from tests.actor import cases
 from tests.actor.cases import join
 
@@ -87,6 +88,7 @@ def main(root: Path, layouts: dict[str, list[str]]) -> None:
         actor.load(root / kind)
         rows = train(actor, range(2))
         save(actor, root / name)
+        export_hf(actor.chunks, SPECS[kind], root / "hf", root / f"{name}.hf")
         results[kind][name] = {"fresh": fresh, "rows": rows, "next": train(actor, range(2, 3))}
         for other in list(results[kind]):
             actor = new_actor(kind, layout)

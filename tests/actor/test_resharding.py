@@ -18,7 +18,11 @@ ALL = {
 @pytest.fixture(scope="module", params=[FEW, pytest.param(ALL, marks=pytest.mark.slow_campaign)], ids=["few", "all"])
 def runs(request, one_rank, tmp_path_factory):
     """Results by kind of model: of one rank, in this process, and of layouts of four ranks."""
+    from safetensors.torch import load_file
+
+    from arpo_megatron.actor.stored_weights import stored_tensors
     from arpo_megatron.config import ParallelConfig
+    from arpo_megatron.models.mapping import hf_shapes
     from tests.actor import resharding
 
     root, expected = tmp_path_factory.mktemp("resharding"), {}
@@ -30,6 +34,8 @@ def runs(request, one_rank, tmp_path_factory):
         resharding.save(actor, root / kind)
         rows = resharding.train(actor, range(2))
         expected[kind] = {"fresh": fresh, "rows": rows, "next": resharding.train(actor, range(2, 3))}
+    (root / "hf").mkdir()
+    (root / "hf" / "config.json").write_text("{}")
     run_ranks(resharding.main, root, request.param, ranks=4)
     found = json.loads((root / "losses.json").read_text())
     for kind, layouts in request.param.items():
@@ -39,6 +45,10 @@ def runs(request, one_rank, tmp_path_factory):
             )
             actor.load(root / name)
             found[kind][name]["on one rank"] = resharding.train(actor, range(2, 3))
+            weights = dict(stored_tensors(root / name, resharding.SPECS[kind], "float32"))
+            exported = load_file(root / f"{name}.hf" / "model.safetensors")
+            assert list(weights) == list(hf_shapes(resharding.SPECS[kind]))
+            found[kind][name]["stored"] = {key: torch.equal(weights[key], exported[key]) for key in exported}
     return expected, found
 
 
@@ -75,3 +85,9 @@ def test_layouts_resume_from_checkpoints_of_each_other_and_one_rank_from_all(run
         assert len(resumed) == index + 1
         for rows in resumed:
             assert_close(rows, expected[kind]["next"])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_one_process_reads_the_weights_that_any_layout_exports_and_saves(runs, kind):
+    for result in runs[1][kind].values():
+        assert result["stored"] and all(result["stored"].values())

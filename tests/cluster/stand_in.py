@@ -28,21 +28,26 @@ class Queue:
     def __init__(self, takes: int, *, cancels: bool = True) -> None:
         self.takes, self.cancels = takes, cancels
         self.jobs: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        self.sent: list[Submission] = []
         self.name = ""
+        """Name that all jobs have instead of their own."""
         self.asked: list[str] = []
         self.updates: list[tuple[str, ...]] = []
 
     def send(self, submission: Submission, code: Code) -> str:
         if len(self.jobs) == self.takes:
             raise UserError("sbatch refused the job: QOSMaxSubmitJobPerUserLimit")
-        self.jobs[job := str(4711 + len(self.jobs))], self.name = "PENDING", submission.job_name
+        self.jobs[job := str(4711 + len(self.jobs))] = "PENDING"
+        self.names[job] = submission.job_name
+        self.sent.append(submission)
         return job
 
     def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
         self.asked.append(arguments[0])
         if arguments[0] == "squeue":
             known = [job for job in arguments[-1].split(",") if job in self.jobs]
-            return "".join(f"{job}|{self.jobs[job]}|{self.name}\n" for job in known)
+            return "".join(f"{job}|{self.jobs[job]}|{self.name or self.names[job]}\n" for job in known)
         if arguments[:2] == ("scontrol", "update"):
             self.updates.append(arguments[2:])
         if arguments[0] == "scancel":
@@ -54,7 +59,7 @@ class Queue:
 
 def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool = False) -> RunDirectory:
     """Submit a chain of three jobs, of which the queue refuses one; the error is in `RUN.error`."""
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     submission = prepare_submission(job, profile(runs=str(tmp_path)), nodes=1, chain=3, resume=resume)

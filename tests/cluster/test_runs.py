@@ -69,7 +69,7 @@ def test_printed_commands_identify_the_run(named: str | None, tmp_path: Path, mo
     (clusters / "here.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "here")}))
     (mine := tmp_path / "mine.yaml").write_text(yaml.safe_dump({**PLAIN, "runs": str(tmp_path / "mine")}))
     queue = Queue(takes=9)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
 
     def printed(cluster: str, *arguments: str) -> str:

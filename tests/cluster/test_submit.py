@@ -88,7 +88,7 @@ def test_run_is_removed_if_its_first_job_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_refused_resume_restores_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=0).send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", Queue(takes=0).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=0).call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     run = submitted(tmp_path, job, profile(runs=str(tmp_path)))
@@ -122,7 +122,7 @@ def test_resume_waits_for_a_cancelled_job(
     monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_INTERVAL_S", 0.01)
     monkeypatch.setattr("arpo_megatron.cluster.runs._ENDING_S", 1.0)
     queue, cluster = Ending(looks), profile(runs=str(tmp_path))
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     first = prepare_submission(resolve.resolve("quickstart", overrides=["platform=cpu"]), cluster, nodes=1)
     submit_jobs(first)
@@ -141,7 +141,7 @@ def test_resume_waits_for_a_cancelled_job(
 @pytest.mark.parametrize("requeue", [True, False])
 def test_requeue_false_disables_slurms_requeue(requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(takes=2)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", queue.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", queue.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", queue.call)
     job = resolve.resolve("quickstart", overrides=["platform=cpu"])
     cluster = profile(runs=str(tmp_path), requeue=requeue)
@@ -230,7 +230,7 @@ def test_auto_is_replaced_for_each_submission(
 
 def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", Queue(takes=1).send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", Queue(takes=1).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)

@@ -25,7 +25,7 @@ from tests.cluster.stand_in import PLAIN, Queue, profile
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     stand_in = Queue(takes=9)
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", stand_in.send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", stand_in.send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", stand_in.call)
     return stand_in
 
@@ -69,7 +69,7 @@ def files_of(run: RunDirectory) -> dict[Path, bytes]:
 def test_interrupt_cancels_and_records_accepted_jobs(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 2, taken=True))
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", with_ctrl_c(queue.send, 2, taken=True))
     submission = prepared(tmp_path, chain=3)
     with pytest.raises(Interrupted) as interrupt:
         submit_jobs(submission)
@@ -96,7 +96,7 @@ def test_job_that_cannot_be_cancelled_after_an_interrupt_is_reported(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue.cancels = False
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 1, taken=True))
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", with_ctrl_c(queue.send, 1, taken=True))
     with pytest.raises(Interrupted, match=r"scancel did not answer .*: cancel the accepted jobs \(4711\)"):
         submit_jobs(submission := prepared(tmp_path))
     queue.cancels = True
@@ -105,7 +105,7 @@ def test_job_that_cannot_be_cancelled_after_an_interrupt_is_reported(
 
 
 def test_interrupt_before_sbatch_removes_the_run(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", with_ctrl_c(queue.send, 1, taken=False))
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", with_ctrl_c(queue.send, 1, taken=False))
     with pytest.raises(Interrupted):
         submit_jobs(first := prepared(tmp_path))
     assert not first.run.path.exists()
@@ -146,7 +146,7 @@ def test_concurrent_submissions_of_a_run_submit_once(
         messages.append(str(refused.value))
         return queue.send(submission, code)
 
-    monkeypatch.setattr("arpo_megatron.cluster.submit._submit_one", send)
+    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", send)
     others, late = [prepared(tmp_path)], prepared(tmp_path)
     submit_jobs(first := prepared(tmp_path))
     with pytest.raises(UserError, match="already holds a run"):

@@ -308,7 +308,7 @@ def test_processes_that_receive_term_do_not_fail_the_job(monkeypatch: pytest.Mon
     signals = asked_by(monkeypatch, run, None)
     try:
         with pytest.raises(Interrupted):
-            supervise._run(resolve.load(run.config), run, replace(signals.backend, job_id=NOBODYS), [])
+            supervise._run(resolve.load(run.config), run, replace(signals.backend, job_id=NOBODYS), [], False)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,77 @@
+"""`--cluster` of `arpo eval`, `export` and `sft`, and `--then` of `arpo submit`: commands as jobs of their own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arpo_megatron.cli.options import next_command
+from arpo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from arpo_megatron.jobs.run_directory import RunDirectory
+
+FOLLOWING = ("eval", "export")
+"""Commands that `--then` accepts."""
+
+
+def submit_command(cluster: str, command: str, run: str, *arguments: str, **options: object) -> None:
+    """Submit `arpo COMMAND RUN ARGUMENTS... OPTIONS...` as a job on one node of the cluster.
+
+    Args:
+        cluster: name or file of the profile.
+        command: `eval` or `export`.
+        run: directory of a run, or the name of a submitted one.
+        arguments: further arguments.
+        options: options of the command; None and False are left out, True is a flag.
+    """
+    from arpo_megatron.cluster.commands import submit_command as submit
+    from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.cluster.runs import address, find_run
+    from arpo_megatron.cluster.ssh import run_on_login_node
+    from arpo_megatron.jobs.run_directory import RunDirectory
+
+    named = {name.replace("_", "-"): value for name, value in options.items()}
+    run_on_login_node(cluster, command, run, *arguments, **named)
+    directory = RunDirectory(Path(run).absolute())
+    if not directory.config.is_file():
+        directory = find_run(run, cluster)
+    words = [command, str(directory.path), *arguments]
+    for name, value in named.items():
+        if value is not None and value is not False:
+            text = str(value.absolute() if isinstance(value, Path) else value)
+            words += [f"--{name}"] if value is True else [f"--{name}", text]
+    job = submit(directory, load_profile(cluster), words)
+    name = address(directory)
+    print(f"{directory.path.name}: job {job}, arpo {' '.join(words)}")
+    next_command(f"arpo logs {name} --role {command} --follow")
+
+
+def following(text: str | None) -> list[str]:
+    """Return the commands of `--then`. Raises UserError for an unknown one."""
+    commands = [] if text is None else text.split(",")
+    if unknown := [each for each in commands if each not in FOLLOWING]:
+        raise UserError(f"--then {unknown[0]}: use {' or '.join(FOLLOWING)}, separated by a comma")
+    return commands
+
+
+def submit_following(run: "RunDirectory", cluster: str, commands: Sequence[str], after: Sequence[str]) -> None:
+    """Submit commands for a run that start when its jobs have ended, each after the one before."""
+    from arpo_megatron.cluster.commands import submit_command as submit
+    from arpo_megatron.cluster.profile import load_profile
+
+    for command in commands:
+        job = submit(run, load_profile(cluster), [command, str(run.path)], after)
+        print(f"{run.path.name}: job {job} then runs arpo {command}")
+        after = [job]
+
+
+def step_model(target: str, step: int, model: str | None) -> str:
+    """Return the export of a run's checkpoint, which is made if it does not exist. Raises UserError for no run."""
+    from arpo_megatron.cli.options import open_run
+    from arpo_megatron.launch.job import export_checkpoint
+
+    if model is not None:
+        raise UserError("--step and --model both name the model: give one of them")
+    run = open_run(Path(target))
+    there = run.exports / f"step_{step}"
+    return str(there if there.is_dir() else export_checkpoint(run, None, step))

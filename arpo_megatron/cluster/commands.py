@@ -1,0 +1,111 @@
+"""`arpo eval` and `arpo export` as jobs of their own: one node runs the same command for a run.
+
+The command runs in the container of the profile, with its environment and secrets. A command job takes no lock of the
+run: a run can be resumed while one waits.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from arpo_megatron.cluster import slurm
+from arpo_megatron.cluster.backend import SERVICE, SlurmBackend, drop_slurm_variables
+from arpo_megatron.cluster.code_snapshot import snapshot
+from arpo_megatron.cluster.profile import ClusterProfile, load_profile, save_profile
+from arpo_megatron.cluster.submissions import record_command
+from arpo_megatron.cluster.submit import Submission, submit_one
+from arpo_megatron.cluster.supervise import read_secrets, report, retry
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.plan.node_layout import NodeLayout
+from arpo_megatron.utils.signals import interrupts_held_back
+
+_EVAL_MEMORY = 0.8
+"""Share of a GPU for an engine of an evaluation, which shares the node with no trainer."""
+
+
+def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[str], after: Sequence[str] = ()) -> str:
+    """Submit `arpo WORDS...` for a run, on one node, and return the id of the job.
+
+    Args:
+        run: the run; all nodes see its directory.
+        profile: profile of the cluster.
+        words: the command and its arguments, with absolute paths.
+        after: jobs that must have ended before.
+
+    Raises:
+        UserError: Slurm refuses the job, or a secret is not set.
+    """
+    if unset := profile.unset_secrets():
+        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
+    slurm.call("sbatch", "--version")
+    run = RunDirectory(run.path.absolute())
+    config = resolve.load(run.config)
+    used = run.submissions / f"{words[0]}.yaml"
+    submission = Submission(
+        replace(config, run_dir=run.path),
+        profile,
+        _one_node(config, profile),
+        run,
+        command=words[0],
+        arguments=(str(used), *words),
+        after=tuple(after),
+    )
+    submission.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
+    run.submissions.mkdir(exist_ok=True)
+    save_profile(profile, used)
+    code = snapshot()
+    with interrupts_held_back():
+        job = submit_one(submission, code)
+        record_command(run, job, submission.job_name, words)
+    return job
+
+
+def run_command(path: Path, profile_path: Path, words: Sequence[str]) -> int:
+    """Run an `arpo` command as a step of this job, and return its exit code."""
+    run, job_id, node_list = RunDirectory(path), os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
+    drop_slurm_variables()
+    try:
+        profile, config = load_profile(str(profile_path)), resolve.load(run.config)
+        nodes: list[slurm.Node] = retry(lambda: slurm.allocated_nodes(node_list), [])
+        if not nodes:
+            raise UserError("Slurm does not answer")
+        read_secrets(profile)
+        backend = SlurmBackend(profile, _one_node(config, profile), nodes[:1], run, job_id)
+        command = [sys.executable, "-m", "arpo_megatron", *words, *_engine_overrides(words[0], config, profile)]
+        with backend.prepared():
+            return _run(backend.step(words[0], nodes[:1], 1, backend.python(command), task=SERVICE))
+    except UserError as error:
+        return report(error, USER_ERROR_EXIT_CODE)
+
+
+def _run(step: Sequence[str]) -> int:
+    """Run the step; TERM (scancel, a preemption) ends it."""
+    with subprocess.Popen(step, stdin=subprocess.DEVNULL) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        while (code := process.poll()) is None:  # not `wait`, in which a handler could wait for its lock
+            time.sleep(0.2)
+        return code if code >= 0 else 128 - code
+
+
+def _one_node(config: JobConfig, profile: ClusterProfile) -> NodeLayout:
+    return NodeLayout(1, profile.gpus_of(config), 1, 1, 0, config.engine.tensor, shared=True)
+
+
+def _engine_overrides(command: str, config: JobConfig, profile: ClusterProfile) -> list[str]:
+    """Return overrides with which the engines of an evaluation fill the node, whatever the layout of the run was."""
+    gpus = profile.gpus_of(config)
+    if command != "eval" or not gpus:
+        return []
+    return [
+        "engine.placement=colocated",
+        f"engine.replicas={max(1, gpus // config.engine.tensor)}",
+        f"engine.memory_fraction={_EVAL_MEMORY}",
+    ]
