@@ -14,7 +14,8 @@ import numpy as np
 from arpo_megatron.algorithms.branching import BranchPolicy, ForkPoint
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.context import RolloutLimits, TextCodec
+from arpo_megatron.rollout.context import TextCodec
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.calls import STOP_STRINGS, ToolCall, parse_call, result_tokens

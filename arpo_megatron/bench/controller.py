@@ -26,7 +26,7 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.monitor.profiler import peak_memory_gb
-from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task

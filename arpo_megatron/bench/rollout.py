@@ -29,7 +29,7 @@ from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task

@@ -1,6 +1,7 @@
 """Section `evaluation`: the held-out evaluation during training."""
 
-from typing import Annotated
+from dataclasses import field
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -24,6 +25,20 @@ class EvalConfig:
     """The logits of tokens that the engine has sampled in the same turn are divided by it (multiplied if negative).
     Ignored with temperature 0: SGLang sometimes counts a token as sampled one step late, so greedy answers would vary.
     """
+    max_tool_calls: NonNegative | None = None
+    """Tool calls per trajectory of an evaluation; None: `rollout.max_tool_calls`."""
+    max_calls_by_tool: dict[str, NonNegative] | None = field(default=None, hash=False)
+    """Calls per trajectory of single tools; None: `rollout.max_calls_by_tool`."""
+    max_turn_tokens: Positive | None = None
+    """Tokens of one turn of the model; None: `rollout.max_turn_tokens`."""
+    max_response_tokens: Positive | None = None
+    """Tokens after the prompt; None: `rollout.max_response_tokens`."""
+    tool_timeout_s: PositiveFloat | None = None
+    """Deadline of a tool call in seconds; None: `rollout.tool_timeout_s`."""
+    stop_at_answer: bool | None = None
+    """End a trajectory at </answer>; None: `rollout.stop_at_answer`."""
+    at_limit: Literal["end", "answer_now"] | None = None
+    """Treatment of a call beyond a limit; None: `rollout.at_limit`."""
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True

@@ -1,5 +1,6 @@
 """Section `rollout`: limits and sampling of a trajectory, and how rollouts overlap with training."""
 
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -20,7 +21,20 @@ class RolloutConfig:
     """Names of the tools that the policy may call, each with a tag of its name; None: search and python. A tool whose
     only required argument is a text takes the text of the tag, any other one a JSON object (docs/guides/tools.md)."""
     max_tool_calls: NonNegative = 3
-    """Tool calls per trajectory; a call beyond them ends the trajectory."""
+    """Tool calls per trajectory; see `at_limit` for a call beyond them."""
+    max_calls_by_tool: dict[str, NonNegative] = field(default_factory=dict, hash=False)
+    """Calls per trajectory of single tools, for example {python: 5, search: 10}; `max_tool_calls` holds, too."""
+    refuse_repeated: tuple[str, ...] = ()
+    """Tools whose calls with the arguments of an earlier call of the path are not executed; a result reports it."""
+    at_limit: Literal["end", "answer_now"] = "end"
+    """Treatment of a call beyond a limit. `end`: the trajectory ends with it. `answer_now`: its result states that the
+    limit is reached and the model continues; the second such call at the same limit ends the trajectory. So does a call
+    that leaves no room for `max_tool_tokens` and `answer_tokens`."""
+    answer_tokens: NonNegative = 256
+    """Tokens that `at_limit=answer_now` keeps for the answer."""
+    max_turn_tokens: Positive | None = None
+    """Tokens of one turn of the model, from prompt or tool result to call or answer; a longer turn ends the trajectory.
+    None: only `max_response_tokens` limits it."""
     max_response_tokens: Positive = 4096
     """Tokens after the prompt, model and tool together."""
     stop_at_answer: bool = False

@@ -62,6 +62,7 @@ def check_job(config: "JobConfig") -> None:
     _check_data(config)
     if config.rollout.tools is not None:
         _check_tool_names(config.rollout.tools)
+    _check_limits(config)
     _check_staleness(config)
     if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
         raise ValueError(
@@ -75,6 +76,19 @@ def check_job(config: "JobConfig") -> None:
     pool = config.engine.max_total_tokens
     if pool is not None and pool < config.model.max_length:
         raise ValueError(f"engine.max_total_tokens={pool} cannot hold one model.max_length={config.model.max_length}")
+
+
+def _check_limits(config: "JobConfig") -> None:
+    """Check that limits are for tools of the job, and that the engine can reach them."""
+    rollout, evaluation = config.rollout, config.evaluation
+    tools = ("search", "python") if rollout.tools is None else rollout.tools
+    for key, names in (
+        ("rollout.max_calls_by_tool", rollout.max_calls_by_tool),
+        ("rollout.refuse_repeated", rollout.refuse_repeated),
+        ("evaluation.max_calls_by_tool", evaluation.max_calls_by_tool or ()),
+    ):
+        if unknown := sorted(set(names) - set(tools)):
+            raise ValueError(f"{key} names {unknown[0]!r}, which is not a tool of the job ({', '.join(tools)})")
 
 
 def _check_tool_names(names: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.tags.tools import tool_names
 from arpo_megatron.utils.atomic import write_json
 
@@ -192,7 +193,7 @@ def _prompted(evaluation: _Evaluation) -> Iterator[tuple[PromptedQuestions, Judg
         else:
             reward = make_reward(
                 config.reward,
-                max_response_tokens=config.rollout.max_response_tokens,
+                max_response_tokens=RolloutLimits.evaluation(config).max_response_tokens,
                 tools=tool_names(config.rollout.tools),
                 cache=cache,
                 waiting="the evaluation",

@@ -92,7 +92,7 @@ def eval_config(target: EvalTarget, benchmarks: list[Benchmark], tools: Tools, o
     if benchmarks:
         overrides = [*PAPER_SAMPLING, *overrides]
     if tools is Tools.NONE:
-        overrides = [*overrides, "rollout.max_tool_calls=0"]
+        overrides = [*overrides, "rollout.max_tool_calls=0", "evaluation.max_tool_calls=null"]
     base = _fresh_config(target, benchmarks) if target.run is None else resolve.load(target.run.config)
     return resolve.with_overrides(base, overrides)
 

@@ -28,6 +28,10 @@ class RolloutCounts:
     """Tool calls that the service answered from its cache."""
     calls_invalid_json: int = 0
     """Tool calls that got an error because their text is not a JSON object."""
+    calls_at_limit: int = 0
+    """Tool calls that got a notice that a limit is reached (`rollout.at_limit`)."""
+    calls_repeated: int = 0
+    """Tool calls that were not executed because their path had made them before (`rollout.refuse_repeated`)."""
     calls_failed: int = 0
     """Tool calls without a result, because a service, the network or a provider failed; each ended its branch."""
     retries: int = 0

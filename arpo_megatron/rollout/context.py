@@ -8,9 +8,8 @@ from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 
 
 class PromptTooLongError(ValueError):
@@ -30,28 +29,6 @@ class TextCodec(Protocol):
         """Encode text; the spelling of a special token in it becomes ordinary tokens."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutLimits:
-    """Limits of a trajectory; see `config.RolloutConfig`."""
-
-    max_length: int
-    """Tokens of prompt and response together."""
-    max_response_tokens: int
-    max_tool_calls: int
-    max_tool_tokens: int
-    tool_timeout_s: float
-    stop_at_answer: bool = False
-    sessions: bool = False
-    """A python call starts from the interpreter state that the previous one on its path has left."""
-    tools: tuple[TagTool, ...] = DEFAULT_TOOLS
-    """Tools that the policy may call."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings that end a generation."""
-        return (*(tool.stop for tool in self.tools), *([ANSWER_STOP] if self.stop_at_answer else []))
 
 
 @dataclass(frozen=True, slots=True)

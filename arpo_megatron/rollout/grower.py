@@ -39,6 +39,7 @@ from arpo_megatron.algorithms.branching import (
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
+from arpo_megatron.rollout.limits import NO_CALLS, AnsweredCall, CallHistory
 from arpo_megatron.rollout.lost_branches import (
     AllBranchesLostError,
     lost_message,
@@ -49,9 +50,7 @@ from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.tags.calls import (
     ANSWER_STOP,
-    InvalidJson,
     Malformed,
-    ToolCall,
     ends_inside_stop,
     find_stop,
     parse_call,
@@ -75,7 +74,7 @@ class BranchStart:
     """Entropies of the trajectory's first MODEL segment; None in that segment."""
     before_entropies: Float32Array | None = None
     """Entropies of the MODEL segment before the tool result; None in the first segment."""
-    calls: int = 0
+    history: CallHistory = NO_CALLS
     """Tool calls on the path so far."""
     known_routes: int = 0
     """Number of prefix tokens whose expert routes other requests return."""
@@ -94,8 +93,8 @@ class _SampledSegment:
     budget: int
     start_entropies: Float32Array
     entropies: Float32Array
-    calls: int
-    call: ToolCall | InvalidJson | None
+    history: CallHistory
+    call: AnsweredCall | None
     """The call that ended it; None if the trajectory ends."""
     streak: int
 
@@ -225,7 +224,7 @@ class TreeGrower:
 
     async def _sample_segment(self, start: BranchStart) -> _SampledSegment:
         """Sample a MODEL segment. After a tool result, decide on a fork once k tokens are there."""
-        room = self._max_length - len(start.prefix)
+        room = self._room(start)
         measured = self._context.policy.measured_tokens if start.tool is not None and start.budget > 0 else 0
         generations: list[Generation] = []
         budget, streak = start.budget, start.streak
@@ -236,10 +235,10 @@ class TreeGrower:
 
         last = self._write_segment(start.node, generations)
         ids, entropies = np.concatenate([each.token_ids for each in generations]), _entropies(generations)
-        last.finish, call = self._interpret(start, generations[-1].finish, matched, ids)
+        last.finish, call, history = self._interpret(start, generations[-1].finish, matched, ids)
         first = entropies if start.start_entropies is None else start.start_entropies
         prefix = np.concatenate([start.prefix, ids])
-        return _SampledSegment(last, prefix, budget, first, entropies, start.calls, call, streak)
+        return _SampledSegment(last, prefix, budget, first, entropies, history, call, streak)
 
     async def _extend(self, start: BranchStart, generations: list[Generation], tokens: int) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; return the stop string that it ended with.
@@ -248,7 +247,7 @@ class TreeGrower:
         tokens of one request only. If the tokens so far end inside a tag, the next ones are sampled one at a time until
         the tag is complete or broken off, even beyond `tokens`. (This does not happen if each tag is a single token.)
         """
-        room, stops = self._max_length - len(start.prefix), self._context.limits.stops
+        room, stops = self._room(start), self._context.limits.stops
         while True:
             if generations and (generations[-1].matched or generations[-1].finish is EngineFinish.END_TOKEN):
                 return generations[-1].matched
@@ -261,6 +260,11 @@ class TreeGrower:
                 return None
             generation = await self._client.sample(start.node, start.prefix, generations, missing, start.known_routes)
             generations.append(generation)
+
+    def _room(self, start: BranchStart) -> int:
+        """Return the number of tokens that a MODEL segment may have."""
+        room, turn = self._max_length - len(start.prefix), self._context.limits.max_turn_tokens
+        return room if turn is None else min(room, turn)
 
     def _decide(self, start: BranchStart, entropies: Float32Array) -> tuple[int, int]:
         """Ask the policy whether to fork, and start the siblings; return the path's remaining budget and streak."""
@@ -306,20 +310,20 @@ class TreeGrower:
 
     def _interpret(
         self, start: BranchStart, finish: EngineFinish, matched: str | None, ids: Int32Array
-    ) -> tuple[Finish, ToolCall | InvalidJson | None]:
-        """Return why a segment ended, and its tool call if the path continues."""
+    ) -> tuple[Finish, AnsweredCall | None, CallHistory]:
+        """Return why a segment ended, its tool call if the path continues, and the calls of the path."""
+        limits, history = self._context.limits, start.history
         if matched is None:
-            return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None
+            return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None, history
         if matched == ANSWER_STOP:
-            return Finish.END, None
-        call = parse_call(self._context.codec.decode(ids.tolist()), matched, self._context.limits.tools)
+            return Finish.END, None, history
+        call = parse_call(self._context.codec.decode(ids.tolist()), matched, limits.tools)
         if isinstance(call, Malformed):
-            return Finish.MALFORMED, None
-        if start.calls >= self._context.limits.max_tool_calls:
-            return Finish.CALL_LIMIT, None
-        return Finish.TOOL_CALL, call
+            return Finish.MALFORMED, None, history
+        admitted = limits.admit(call, history, self._max_length - len(start.prefix) - len(ids))
+        return (Finish.CALL_LIMIT, None, history) if admitted is None else (Finish.TOOL_CALL, *admitted)
 
-    async def _call_tool(self, segment: _SampledSegment, call: ToolCall | InvalidJson) -> BranchStart | None:
+    async def _call_tool(self, segment: _SampledSegment, call: AnsweredCall) -> BranchStart | None:
         """Call the tool and add the TOOL segment; return the start of the next MODEL segment, None if the path ends.
 
         If the result leaves no room for another token, it is not added: the trajectory ends with the call.
@@ -342,7 +346,7 @@ class TreeGrower:
             tool=tool,
             start_entropies=segment.start_entropies,
             before_entropies=segment.entropies,
-            calls=segment.calls + 1,
+            history=segment.history,
             known_routes=len(segment.prefix) - 1,
             streak=segment.streak,
         )

@@ -9,7 +9,7 @@ from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.accounting import RolloutStats
-from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 
@@ -39,7 +39,7 @@ class RolloutSettings:
             branching=config.algorithm,
             samples=config.algorithm.group_size,
             sampling=Sampling(config.rollout.temperature, config.rollout.top_p),
-            limits=_limits(config),
+            limits=RolloutLimits.training(config),
             expert_routes=True,
         )
 
@@ -56,7 +56,7 @@ class RolloutSettings:
                 top_k=evaluation.top_k,
                 repetition_penalty=evaluation.penalty,
             ),
-            limits=_limits(config),
+            limits=RolloutLimits.evaluation(config),
         )
 
 
@@ -211,16 +211,3 @@ class Failure:
     traceback: str
     user_error: str | None = None
     """The message of a `UserError`; None for other exceptions."""
-
-
-def _limits(config: JobConfig) -> RolloutLimits:
-    rollout = config.rollout
-    return RolloutLimits(
-        max_length=config.model.max_length,
-        max_response_tokens=rollout.max_response_tokens,
-        max_tool_calls=rollout.max_tool_calls,
-        max_tool_tokens=rollout.max_tool_tokens,
-        tool_timeout_s=rollout.tool_timeout_s,
-        stop_at_answer=rollout.stop_at_answer,
-        sessions=config.sandbox.sessions,
-    )

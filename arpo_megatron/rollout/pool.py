@@ -21,8 +21,9 @@ from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
-from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, RolloutLimits, TextCodec, ToolTextError
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
 from arpo_megatron.rollout.messages import (
     CollectTrees,

@@ -16,10 +16,11 @@ from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError
+from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
-from arpo_megatron.tasks.tags.calls import INVALID_JSON, InvalidJson, ToolCall, result_tokens
+from arpo_megatron.tasks.tags.calls import INVALID_JSON, ToolCall, result_tokens
 from arpo_megatron.tasks.tags.tools import PYTHON
 from arpo_megatron.tree import FAILED_CALL, Int32Array, ToolRecord
 from tools_sandbox.client import SandboxUnavailable
@@ -103,7 +104,7 @@ class TreeClient:
         context.on_tokens(len(generation.token_ids))
         return generation
 
-    async def call_tool(self, node: Node, call: ToolCall | InvalidJson) -> RecordedAnswer:
+    async def call_tool(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service.
 
         A call that fails, also when it is repeated, has status `FAILED_CALL` and no tokens.
@@ -121,10 +122,10 @@ class TreeClient:
         self._add(node.key, result)
         return result
 
-    async def _send_call(self, node: Node, call: ToolCall | InvalidJson) -> RecordedAnswer:
-        if isinstance(call, InvalidJson):
+    async def _send_call(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
+        if not isinstance(call, ToolCall):
             ids = self._result_tokens(call.tool, call.result)
-            return RecordedAnswer(ids, ToolRecord(call.tool, {}, INVALID_JSON, 0.0, False))
+            return RecordedAnswer(ids, ToolRecord(call.tool, {}, call.status, 0.0, False))
         started, limits = time.monotonic(), self._context.limits
         session = self._session(node) if limits.sessions and call.tool == PYTHON else {}
         answer = await self._context.tools.call(
@@ -175,12 +176,14 @@ class TreeClient:
     def _count(self, answer: Answer) -> None:
         counts = self.counts
         if isinstance(answer, RecordedAnswer):
-            invalid = answer.tool.status == INVALID_JSON
-            counts.calls_invalid_json += invalid
-            failed = answer.tool.status == FAILED_CALL
-            counts.calls_failed += failed
-            counts.calls_executed += not (invalid or failed)
-            self.calls[answer.tool.name, not failed] += not invalid
+            status = answer.tool.status
+            counts.calls_invalid_json += status == INVALID_JSON
+            counts.calls_at_limit += status == LIMIT
+            counts.calls_repeated += status == REPEATED
+            counts.calls_failed += status == FAILED_CALL
+            if status not in (INVALID_JSON, LIMIT, REPEATED):
+                counts.calls_executed += status != FAILED_CALL
+                self.calls[answer.tool.name, status != FAILED_CALL] += 1
             counts.calls_cached += answer.tool.cached
             return
         counts.requests += 1

@@ -63,6 +63,8 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
         "tool_calls_invalid_json": stats.counts.calls_invalid_json,
+        "tool_calls_at_limit": stats.counts.calls_at_limit,
+        "tool_calls_repeated": stats.counts.calls_repeated,
         "tool_calls_failed": stats.counts.calls_failed,
         "tool_calls_inherited": stats.calls_inherited,
         "requests_repeated": stats.counts.retries,

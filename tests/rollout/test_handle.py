@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.connection import hang_up
-from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import Pause, Restore, RolloutProgress, RolloutSettings, ServiceSettings
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.worker import Session

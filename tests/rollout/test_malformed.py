@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from arpo_megatron.algorithms.branching import GrpoPolicy, path_seed
 from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.context import RolloutContext, RolloutLimits
+from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tasks.tags.calls import result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree

@@ -18,8 +18,8 @@ from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.affinity import FIRST_BACKOFF_S
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import RolloutLimits
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     LiveTree,

@@ -11,7 +11,7 @@ from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import RolloutLimits
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine

@@ -24,6 +24,7 @@ from arpo_megatron.evaluation.agents.base import Deliver, PendingQuestion
 from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response
+from arpo_megatron.rollout.limits import NO_CALLS, RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.tags import calls
@@ -195,11 +196,13 @@ class ServerAgent:
         number: int,
     ) -> AgentResponse:
         """Alternate between model and tool until the trajectory ends."""
-        trajectory, began, limits = _Trajectory(), time.monotonic(), self.config.rollout
+        trajectory, began, limits = _Trajectory(), time.monotonic(), RolloutLimits.evaluation(self.config)
+        history = NO_CALLS
         while (left := limits.max_response_tokens - trajectory.length) > 0:
             seed = path_seed(self.config.seed, 0, pending.task.id, (number, trajectory.tool_calls))
             turns = [*pending.task.messages, *trajectory.turns]
-            answer = await self._complete(client, turns, left, seed=seed, stop=[tool.stop for tool in tags])
+            most = min(left, limits.max_turn_tokens or left)
+            answer = await self._complete(client, turns, most, seed=seed, stop=[tool.stop for tool in tags])
             if answer.prompt_tokens is not None and answer.completion_tokens is not None:
                 trajectory.prompt_tokens = trajectory.prompt_tokens or answer.prompt_tokens
                 trajectory.model_tokens += answer.completion_tokens
@@ -214,15 +217,17 @@ class ServerAgent:
             call = calls.parse_call(text, stop, tags)
             if isinstance(call, calls.Malformed):
                 return trajectory.response(Finish.MALFORMED, began)
-            if trajectory.tool_calls >= limits.max_tool_calls:
+            admitted = limits.admit(call, history, limits.max_response_tokens - trajectory.length)
+            if admitted is None:
                 return trajectory.response(Finish.CALL_LIMIT, began)
+            allowed, history = admitted
             trajectory.tool_calls += 1
-            if isinstance(call, calls.InvalidJson):
-                status, result = calls.INVALID_JSON, call.result
+            if not isinstance(allowed, calls.ToolCall):
+                status, result = allowed.status, allowed.result
             else:
                 called = await sandbox.call(
-                    call.tool,
-                    dict(call.arguments),
+                    allowed.tool,
+                    dict(allowed.arguments),
                     trajectory_id=f"{pending.task.id}/{number}",
                     timeout_s=limits.tool_timeout_s,
                 )

@@ -49,12 +49,28 @@ class InvalidJson:
     reason: str
 
     @property
+    def status(self) -> str:
+        """Status of the call in its record."""
+        return INVALID_JSON
+
+    @property
     def result(self) -> str:
         """The text of its result."""
         return (
             f"Error: the text of <{self.tool}> is not a JSON object with its arguments ({self.reason}). "
             f'Write <{self.tool}>{{"argument": value}}</{self.tool}>.'
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A call that is answered with a text of ours; no tool runs."""
+
+    tool: str
+    status: str
+    """Status of the call in its record."""
+    result: str
+    """The text of its result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,133 @@
+"""Limits of a trajectory, and the calls that they allow. Pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeVar
+
+from arpo_megatron.config import EvalConfig, JobConfig
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP, InvalidJson, Notice, ToolCall
+from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
+
+T = TypeVar("T")
+
+AnsweredCall = ToolCall | InvalidJson | Notice
+"""A call that gets a result: of the tool, or a text that says why there is none."""
+LIMIT, REPEATED = "limit", "repeated"
+"""Statuses of calls that a limit refuses, or that the path has made before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallHistory:
+    """The calls of a path so far."""
+
+    calls: tuple[tuple[str, str], ...] = ()
+    """Tool and arguments (as JSON) of each call that counts."""
+    notices: frozenset[str] = frozenset()
+    """Names of the limits that the model was told it has reached."""
+
+
+NO_CALLS = CallHistory()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLimits:
+    """Limits of a trajectory; see `config.RolloutConfig`."""
+
+    max_length: int
+    """Tokens of prompt and response together."""
+    max_response_tokens: int
+    max_tool_calls: int
+    max_tool_tokens: int
+    tool_timeout_s: float
+    stop_at_answer: bool = False
+    sessions: bool = False
+    """A python call starts from the interpreter state that the previous one on its path has left."""
+    tools: tuple[TagTool, ...] = DEFAULT_TOOLS
+    """Tools that the policy may call."""
+    max_calls_by_tool: tuple[tuple[str, int], ...] = ()
+    max_turn_tokens: int | None = None
+    at_limit: Literal["end", "answer_now"] = "end"
+    answer_tokens: int = 0
+    refuse_repeated: tuple[str, ...] = ()
+
+    @classmethod
+    def training(cls, config: JobConfig) -> Self:
+        """Return the limits of training."""
+        rollout = config.rollout
+        return cls(
+            max_length=config.model.max_length,
+            max_response_tokens=rollout.max_response_tokens,
+            max_tool_calls=rollout.max_tool_calls,
+            max_tool_tokens=rollout.max_tool_tokens,
+            tool_timeout_s=rollout.tool_timeout_s,
+            stop_at_answer=rollout.stop_at_answer,
+            sessions=config.sandbox.sessions,
+            max_calls_by_tool=_pairs(rollout.max_calls_by_tool),
+            max_turn_tokens=rollout.max_turn_tokens,
+            at_limit=rollout.at_limit,
+            answer_tokens=rollout.answer_tokens,
+            refuse_repeated=rollout.refuse_repeated,
+        )
+
+    @classmethod
+    def evaluation(cls, config: JobConfig) -> Self:
+        """Return the limits of evaluations: those of section `evaluation`, where it has none those of training."""
+        own: EvalConfig = config.evaluation
+        limits = cls.training(config)
+        by_tool = own.max_calls_by_tool
+        return replace(
+            limits,
+            max_tool_calls=_first(own.max_tool_calls, limits.max_tool_calls),
+            max_calls_by_tool=limits.max_calls_by_tool if by_tool is None else _pairs(by_tool),
+            max_turn_tokens=_first(own.max_turn_tokens, limits.max_turn_tokens),
+            max_response_tokens=_first(own.max_response_tokens, limits.max_response_tokens),
+            tool_timeout_s=_first(own.tool_timeout_s, limits.tool_timeout_s),
+            stop_at_answer=_first(own.stop_at_answer, limits.stop_at_answer),
+            at_limit=_first(own.at_limit, limits.at_limit),
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a generation."""
+        return (*(tool.stop for tool in self.tools), *([ANSWER_STOP] if self.stop_at_answer else []))
+
+    def admit(
+        self, call: ToolCall | InvalidJson, history: CallHistory, room: int
+    ) -> tuple[AnsweredCall, CallHistory] | None:
+        """Return what answers a call, and the history after it; None if the trajectory ends with the call.
+
+        Args:
+            call: the call.
+            history: the calls before it.
+            room: tokens that the trajectory may still have after it.
+        """
+        key = (call.tool, json.dumps(call.arguments, sort_keys=True) if isinstance(call, ToolCall) else "")
+        after = replace(history, calls=(*history.calls, key))
+        if (reached := self._reached(call.tool, history, room)) is not None:
+            name, text = reached
+            if self.at_limit == "end" or name in history.notices:
+                return None
+            return Notice(call.tool, LIMIT, text), replace(history, notices=history.notices | {name})
+        if call.tool in self.refuse_repeated and key in history.calls:
+            return Notice(call.tool, REPEATED, "You have made this call before; its result is above."), after
+        return call, after
+
+    def _reached(self, tool: str, history: CallHistory, room: int) -> tuple[str, str] | None:
+        """Return name and text of the limit that a further call of a tool exceeds."""
+        if len(history.calls) >= self.max_tool_calls:
+            return "calls", f"The limit of {self.max_tool_calls} tool calls is reached. Answer now."
+        most = dict(self.max_calls_by_tool).get(tool)
+        if most is not None and sum(name == tool for name, _ in history.calls) >= most:
+            return tool, f"The limit of {most} calls of {tool} is reached. Continue without it."
+        if self.at_limit == "answer_now" and room < self.max_tool_tokens + self.answer_tokens:
+            return "tokens", "There is no room for another tool result. Answer now."
+        return None
+
+
+def _pairs(by_tool: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(by_tool.items()))
+
+
+def _first(own: T | None, other: T) -> T:
+    return other if own is None else own
