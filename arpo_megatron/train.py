@@ -10,7 +10,6 @@ from pathlib import Path
 
 from arpo_megatron.errors import StoppedError
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.run import TrainingRun
 from arpo_megatron.trainer.setup import actor_session
 from arpo_megatron.utils.rank_main import rank_main
@@ -31,7 +30,6 @@ def train(run: TrainingRun) -> None:
                 run.update(batch, old, on_policy=index == 0)
                 for index, (batch, old) in enumerate(zip(batches, old_outputs, strict=True))
             ]
-        check_on_policy(updates, run.config)
         with run.phase("push"):
             run.push_weights(version=run.step + 1)
         run.finish_step(trees, batches, old_outputs, updates)

@@ -5,8 +5,9 @@ broadcasts. Each data-parallel rank computes its share. A public method returns 
 docstring states an exception.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatches
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
-from arpo_megatron.actor.optimizer import build_optimizer, build_scheduler, clip_and_step, gradient_buffers
+from arpo_megatron.actor.optimizer import all_ranks, build_optimizer, build_scheduler, clip_and_step, gradient_buffers
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.reference import ReferencePolicy
-from arpo_megatron.actor.schedule import Finish, pack_indices, run_nested, run_pipeline
-from arpo_megatron.actor.te_layers import Fp8
+from arpo_megatron.actor.schedule import Finish, pack_indices, run_nested, run_pipeline, sum_gradients
+from arpo_megatron.actor.te_layers import Fp8, begin_weights, fuse_weight_gradients
 from arpo_megatron.actor.training_state import TrainingSnapshot, load_training_state, snapshot
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
 from arpo_megatron.algorithms.base import TokenLoss, TrainingProgress
@@ -105,8 +106,9 @@ class Actor:
         ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
-            chunk.config.finalize_model_grads_func = _sum_gradients
+            chunk.config.finalize_model_grads_func = sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
+            fuse_weight_gradients(chunk)
         self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
@@ -193,6 +195,7 @@ class Actor:
         loss: LossForm = "policy",
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
+        check: Callable[[UpdateStats], None] | None = None,
     ) -> UpdateStats:
         """Take one optimizer step on a batch; each pack is a micro-batch.
 
@@ -204,6 +207,7 @@ class Actor:
                 policy is the old one.
             loss: meaning of the credits (see `algorithms.credit.LossForm`).
             reference_logprobs: float32[m] per pack from `reference_logprobs`.
+            check: receives the statistics before the step if all losses are finite; it may raise.
 
         Raises:
             ValueError: there are no packs, the old log-probs do not fit them, or the actor has no optimizer.
@@ -213,11 +217,14 @@ class Actor:
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
         nonfinite = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
+        stats = self._stats(outputs)
+        if check is not None and all_ranks(not nonfinite):
+            check(stats)
         grad_norm, stepped = clip_and_step(self.optimizer, self._optimizer_config.clip_grad, finite=not nonfinite)
         self.nonfinite_packs = (
             [] if stepped else sorted({index for part in gather_objects(nonfinite) for index in part})
         )
-        return self._stats(outputs, grad_norm, skipped=not stepped)
+        return replace(stats, grad_norm=grad_norm, skipped=not stepped)
 
     def accumulate(
         self,
@@ -320,7 +327,7 @@ class Actor:
         forward_only: bool,
     ) -> list[Any]:
         for chunk in self.chunks:
-            chunk.set_is_first_microbatch()  # FP8 quantizes the weights once per pass
+            begin_weights(chunk)
         if self.config.parallel.pipeline > 1:
             return run_pipeline(
                 self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
@@ -370,19 +377,17 @@ class Actor:
         )
         return loss, stats.row()
 
-    def _stats(self, outputs: list[Tensor], grad_norm: float, *, skipped: bool) -> UpdateStats:
+    def _stats(self, outputs: list[Tensor]) -> UpdateStats:
+        """Return the statistics of a batch before its step."""
         rows = torch.stack(outputs) if outputs else torch.zeros(1, WIDTH, dtype=torch.float64, device=device())
         balance = self.expert_balance
         return UpdateStats.of(
             reduce_over_targets(rows[:, :-1].sum(0)),
             reduce_over_targets(rows[:, -1].max(), dist.ReduceOp.MAX),
-            grad_norm=grad_norm,
+            grad_norm=math.nan,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            skipped=skipped,
-            expert_busiest=None if balance is None else balance.busiest,
-            expert_loss=None if balance is None else balance.loss,
-            routes_replayed=None if balance is None else balance.replayed,
-            routes_differing=None if balance is None else balance.differing,
+            skipped=False,
+            **({} if balance is None else balance.statistics()),
         )
 
 
@@ -393,8 +398,3 @@ def _nll(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 def _keep(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[None, tuple[Tensor, Tensor]]:
     return None, (batch.targets, torch.stack(output))
-
-
-def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Reduce gradients as Megatron does, but without its division by tokens: credits are already normalised."""
-    finalize_model_grads(model, None, **groups)

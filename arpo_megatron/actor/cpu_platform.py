@@ -57,6 +57,7 @@ PATCHES: tuple[Patch, ...] = (
         "restores the generator by a private CUDA call (recomputation, tensor-parallel initialisation)",
     ),
     PresetAttribute(_DISPATCHER + "cuda_dtoh_stream", "none", "would be a new CUDA stream, for copies to the host"),
+    Retarget(_DISPATCHER + "__init__", _DEVICE, "places the indices of the fused permutation on the device"),
     Replace(_DISPATCHER + "_maybe_dtoh_and_synchronize", _split_sizes_for_gloo, "copies to the host on that stream"),
     Retarget("megatron.core.utils:local_multi_tensor_l2_norm", _DEVICE, "returns the norm on the device"),
     Retarget("megatron.core.optimizer.clip_grads:get_grad_norm_fp32", _DEVICE, _STATE),

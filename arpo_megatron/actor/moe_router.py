@@ -48,6 +48,15 @@ class ExpertBalance:
     differing: float
     """Share of the replayed choices that this router would not have made; 0 if nothing is replayed."""
 
+    def statistics(self) -> dict[str, float]:
+        """Return the fields by their names in `UpdateStats`."""
+        return {
+            "expert_busiest": self.busiest,
+            "expert_loss": self.loss,
+            "routes_replayed": self.replayed,
+            "routes_differing": self.differing,
+        }
+
 
 class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
     """Megatron's router with the choice of transformers' Qwen3-MoE and the loss above. No token is ever dropped."""

@@ -137,3 +137,8 @@ def run_pipeline(
         forward_only=forward_only,
     )
     return outputs
+
+
+def sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Reduce gradients as Megatron does, but without its division by tokens: credits are already normalised."""
+    finalize_model_grads(model, None, **groups)

@@ -16,10 +16,12 @@ Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
     bias_activation_fusion          on: SwiGLU in one kernel that keeps only its input for the backward pass.
     moe_grouped_gemm                on: one call for all experts of a rank.
     gradient_accumulation_fusion    off: Megatron refuses to build the output head with it unless apex is installed.
+                                    `fuse_weight_gradients` has its effect in TE's layers.
     bias_dropout_fusion             off: the model has no such biases and no dropout.
     masked_softmax_fusion           off: it belongs to the core attention that is replaced.
     persist_layer_norm              off: it selects apex's norms; TE has its own.
-    moe_permute_fusion              off: not measured yet.
+    moe_permute_fusion              on: it sums a token's experts in one order. Without it they are added by atomics,
+                                    so that two passes over one pack differ.
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import nn
 
 from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.moe_router import TreeTopKRouter
@@ -102,8 +105,34 @@ def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:
         "apply_rope_fusion": True,
         "bias_activation_fusion": True,
         "moe_grouped_gemm": experts,
+        "moe_permute_fusion": experts,
         **fp8.fields(),
     }
+
+
+def fuse_weight_gradients(chunk: nn.Module) -> None:
+    """Let TE's layers add weight gradients to `main_grad` within the product, without a copy in bfloat16.
+
+    Args:
+        chunk: model chunk whose parameters have their `main_grad`.
+    """
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def begin_weights(chunk: nn.Module) -> None:
+    """Let FP8 layers quantize their weights in the next pass, once for all packs.
+
+    TE's own mark for that, a true `is_first_microbatch`, also lets the backward pass of this pack overwrite
+    `main_grad`. It would delete the gradients of nested packs, whose backward passes come before.
+    """
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+            module._fp8_workspaces.clear()  # a missing copy is made
 
 
 def te_layer(config: TransformerConfig) -> ModuleSpec:

@@ -36,6 +36,7 @@ from arpo_megatron.trainer.batch import (
     finish_credit,
     trained_trees,
 )
+from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.controller import Controller, ControllerState
 from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
@@ -163,9 +164,10 @@ class TrainingRun:
         Args:
             batch: from `make_batches`.
             old: its log-probs and entropies under the policy of the step.
-            on_policy: no update of the step came before.
+            on_policy: no update of the step came before, so the policy is checked against its old log-probs.
 
         Raises:
+            RuntimeError: the policy differs from itself before its update.
             UserError: too many updates in a row were skipped.
         """
         if self.controller is not None:
@@ -175,8 +177,16 @@ class TrainingRun:
                 self.actor, batch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
             )
         self.actor.progress = self.progress()
+
+        def check(stats: UpdateStats) -> None:
+            check_on_policy(replace(stats, **ready.statistics), exact=parallel.device().type == "cpu")
+
         stats = self.actor.update(
-            ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=batch.reference_logprobs
+            ready.packs,
+            ready.old_logprobs,
+            ready.loss,
+            reference_logprobs=batch.reference_logprobs,
+            check=check if on_policy else None,
         )
         self.state.skipped_in_a_row = self.session.handle_skipped_update(
             self.state.skipped_in_a_row,

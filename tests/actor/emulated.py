@@ -1,9 +1,12 @@
 """Passes and updates with Transformer Engine's layers on a CPU; the ranks of test_te_emulation.py run it."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ WIDE = replace(cases.QWEN3, layers=2, hidden=128, heads=4, kv_heads=2, head_dim=
 """FP8 in blocks needs multiples of 128 on a rank, with two tensor-parallel ranks too."""
 SPECS = {
     "dense": WIDE,
-    "experts": replace(WIDE, family="qwen3_moe", ffn=128, experts=MoESpec(4, 2, True, 0.001)),
+    "experts": replace(WIDE, family="qwen3_moe", ffn=128, experts=MoESpec(4, 3, True, 0.001)),
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32"},
@@ -102,6 +105,49 @@ def _after_update(actor: Actor, packs: list[TreePack]) -> dict[str, Any]:
     stats = actor.update(packs, None)
     tensors = {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.spec)}
     return {"gradient norm": stats.grad_norm, **tensors}
+
+
+def add_in_any_order(root: Path) -> None:
+    """Write the largest ratio before an update of a mixture to `root / "ratios"`, by fusion of the permutation."""
+    cases.join(ParallelConfig())
+    write_weights(root, "experts")
+    own, ratios = problem("experts"), {}
+    for fused in (True, False):
+        actor = Actor(
+            job(ParallelConfig(), "bfloat16"),
+            SPECS["experts"],
+            root / "experts",
+            optimizer=OptimizerConfig(),
+            total_updates=4,
+        )
+        assert actor.model.config.moe_permute_fusion
+        actor.model.config.moe_permute_fusion = fused
+        packs = proof.packed(own, "several", ParallelConfig())
+        with random_order():
+            ratios[fused] = actor.update(packs, actor.logprobs(packs)).ratio_max
+    torch.save(ratios, root / "ratios")
+    parallel.destroy()
+
+
+@contextmanager
+def random_order() -> Iterator[None]:
+    """Make `scatter_add_` of rows add in random order inside the context and round after each, as CUDA's atomics do."""
+
+    original = torch.Tensor.scatter_add_
+
+    def add(target: torch.Tensor, dimension: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if dimension:  # each row has one index there
+            return original(target, dimension, index, source)
+        order = torch.randperm(len(index))
+        rows, values = index[order, 0], source[order]
+        # The n-th addition to each row is in round n, so that no round adds twice to one row.
+        earlier = torch.tril(rows[:, None] == rows[None], -1).sum(1)
+        for turn in range(int(earlier.max()) + 1):
+            target.index_add_(0, rows[earlier == turn], values[earlier == turn])
+        return target
+
+    with patch.object(torch.Tensor, "scatter_add_", add):
+        yield
 
 
 def refuse() -> None:

@@ -172,7 +172,7 @@ def gradient(actor: Actor, problem: Problem, packs: list[TreePack], old: list[np
     else:
         ready = ReadyUpdate(packs, old, "policy")
     rows = actor.accumulate(ready.packs, ready.old_logprobs, ready.loss, reference_logprobs=reference)
-    stats = actor._stats(rows, 0.0, skipped=False)
+    stats = actor._stats(rows)
     found = {"loss": torch.tensor(ready.statistics.get("loss", stats.loss))}
     if actor.config.model.router_aux_loss:
         found["router loss"] = torch.tensor(stats.expert_loss)

@@ -12,6 +12,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, RolloutConfig
 from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.weights.export import hf_tensors
 from tests.actor import cases, reference
 
@@ -47,6 +48,20 @@ def test_first_on_policy_ratio_is_exactly_one(dtype):
         stats = actor.update(packs, old)
         assert (stats.ratio_max, stats.ratio_mean, stats.kl_old, stats.clip_high_share) == (1.0, 1.0, 0.0, 0.0)
     assert actor.update(packs, old).ratio_max != 1.0
+
+
+def test_failed_check_takes_no_step():
+    actor, packs = new_actor(), packs_of(0)
+    before, old = weights(actor), actor.logprobs(packs)
+    off = [values + np.float32(0.1) for values in old]
+
+    def check(stats):
+        check_on_policy(stats, exact=False)
+
+    with pytest.raises(RuntimeError, match="do not compute the same thing"):
+        actor.update(packs, off, check=check)
+    assert all(torch.equal(value, before[name]) for name, value in weights(actor).items())
+    assert not actor.update(packs, old, check=check).skipped
 
 
 def test_update_without_old_logprobs_takes_the_current_policy_as_old():

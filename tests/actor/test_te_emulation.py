@@ -92,6 +92,14 @@ def test_layers_agree_with_megatrons_on_two_ranks(run: Ranks, root: Path) -> Non
     check(root, *own[0])
 
 
+def test_mixtures_agree_with_themselves_when_additions_come_in_any_order(run: Ranks, tmp_path: Path) -> None:
+    """Unfused, the experts of a token are added by atomics on a GPU."""
+    run("add_in_any_order", tmp_path, ranks=1)
+    ratios = torch.load(tmp_path / "ratios")
+    assert ratios[True] == 1.0
+    assert ratios[False] != 1.0
+
+
 def test_products_refuse_what_a_gpu_refuses(run: Ranks) -> None:
     run("refuse", ranks=1)
 

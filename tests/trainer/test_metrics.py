@@ -9,7 +9,6 @@ import torch
 
 from arpo_megatron.actor.update_stats import PolicyStats, UpdateStats
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.config import JobConfig
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
@@ -88,13 +87,13 @@ def test_staleness_of_a_step_is_the_mean_over_its_sampled_tokens() -> None:
     assert found == {"staleness": pytest.approx(np.mean(ages)), "staleness_max": 2, "stale_trees": 3}
 
 
-def check(**changes: Any) -> None:
-    check_on_policy([dataclasses.replace(STATS, **changes)], JobConfig("test"))
+def check(exact: bool = True, **changes: Any) -> None:
+    check_on_policy(dataclasses.replace(STATS, **changes), exact=exact)
 
 
 def test_ratios_of_exactly_one_pass() -> None:
     check()
-    check_on_policy([], JobConfig("test"))
+    check(exact=False, ratio_max=1.1, kl_old=1e-4)  # additions in another order
 
 
 @pytest.mark.parametrize(
@@ -103,6 +102,12 @@ def test_ratios_of_exactly_one_pass() -> None:
 def test_any_other_ratio_before_an_update_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(RuntimeError, match="do not compute the same thing"):
         check(**changes)
+
+
+@pytest.mark.parametrize("kl_old", [2e-3, np.nan])
+def test_policy_far_from_itself_is_refused_on_gpus(kl_old: float) -> None:
+    with pytest.raises(RuntimeError, match="do not compute the same thing"):
+        check(exact=False, kl_old=kl_old)
 
 
 def test_expert_metrics_are_means_and_absent_without_experts() -> None:
