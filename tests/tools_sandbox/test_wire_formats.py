@@ -43,7 +43,7 @@ def service() -> Iterator[Any]:
         yield started
         with SandboxClient(started.url) as client:
             assert client.call("python", {"code": "6 * 7"}).text == "42"
-        assert "Traceback" not in started.stderr()
+        assert "tool failed" not in started.stderr()  # the event of an error that no code expects
 
 
 @pytest.fixture(scope="module")
@@ -235,11 +235,11 @@ ANSWERS = st.one_of(
             "params": RPC,
         },
     ),
-).map(lambda value: json.dumps(value).encode().replace(b'"$ID"', b"$ID") + b"\n")
-LINES = ANSWERS | damaged(ANSWERS) | st.binary(max_size=40).map(lambda line: line + b"\n")
+).map(lambda value: json.dumps(value).encode().replace(b'"$ID"', b"$ID"))
+LINES = ANSWERS | damaged(ANSWERS) | st.binary(max_size=40)
 
 
-@given(st.lists(LINES, max_size=3).map(b"".join))
+@given(st.lists(LINES.map(lambda line: line + b"\n"), max_size=3).map(b"".join))
 def check_mcp(service: Any, content: bytes) -> None:
     """Whatever an MCP server writes before its answer, the call ends, and so does the next one, with its answer."""
     with SandboxClient(service.url, retries=0) as client:
