@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor tests/packing tests/rewards tests/tasks \
 	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py
 
-.PHONY: setup demo slurm-demo test test-all test-quick checks lint types contracts pytest fuzz docs clean
+.PHONY: setup demo slurm-demo test test-all test-quick checks lint types contracts pytest fuzz docs site clean
 
 setup:
 	@scripts/setup.sh
@@ -58,6 +58,10 @@ fuzz: setup
 # Regenerates the pages and tables that are made from the code.
 docs: setup
 	$(BIN)/python scripts/make_docs.py
+
+# Builds the site of docs/ into build/site.
+site: setup
+	$(BIN)/mkdocs build --quiet
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -91,7 +91,8 @@ def demo(
     overrides = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
     job = _resolve("quickstart", overrides, config, seed)
     if dry_run:
-        return _print_plan(job)
+        _print_plan(job)
+        return next_command("arpo demo")
     from arpo_megatron.launch.demo import run_demo
 
     print(json.dumps(run_demo(job, resume=resume, restarts=restarts)), flush=True)

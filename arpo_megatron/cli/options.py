@@ -26,6 +26,7 @@ class Panel(StrEnum):
 
 def next_command(command: str) -> None:
     """Print the command that usually follows, on standard error: standard output is for results."""
+    sys.stdout.flush()  # where both go to one file, the result comes first
     print(f"next: {command}", file=sys.stderr, flush=True)
 
 

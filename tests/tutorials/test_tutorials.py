@@ -1,0 +1,35 @@
+"""The commands of every tutorial work as printed; those that train run in the campaigns."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tutorials.page_runner import blocks, run_page
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "tutorials").glob("*.md"))
+TRAINING = [page for page in PAGES if any(block.when == "trains" for block in blocks(page.read_text()))]
+
+
+CHEAP = [page for page in PAGES if page.stem in ("coming-from", "qwen3", "slurm", "tool")]
+"""Pages whose commands, up to the first that trains, take a few seconds in all."""
+
+
+@pytest.mark.parametrize("page", CHEAP, ids=lambda page: page.stem)
+def test_commands_before_the_training_work(page: Path, tmp_path: Path) -> None:
+    assert run_page(page.read_text(), tmp_path, train=False)
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", TRAINING, ids=lambda page: page.stem)
+def test_whole_tutorial_works(page: Path, tmp_path: Path) -> None:
+    assert run_page(page.read_text(), tmp_path, train=True)
+
+
+def test_wrong_output_fails(tmp_path: Path) -> None:
+    page = "```console\n$ echo one two; echo three\none ...\nfour\n```\n"
+    with pytest.raises(AssertionError, match="no line 'four'"):
+        run_page(page, tmp_path, train=False)
+    with pytest.raises(AssertionError, match="exit code 0"):
+        run_page(page.replace("console", "console fails").replace("four", "three"), tmp_path, train=False)
+    assert run_page(page.replace("four", "three"), tmp_path, train=False) == 1
