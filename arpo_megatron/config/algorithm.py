@@ -85,8 +85,8 @@ class AlgorithmConfig:
     minibatches: Positive = 1
     """Optimizer updates per step; the tasks of a step are divided among them."""
     drop_groups_without_signal: bool = False
-    """Replace trees whose trajectories all have the same reward (dynamic sampling of DAPO, arXiv 2503.14476, eq. 11).
-    """
+    """Replace trees whose answers are all equally correct, whatever their shaped rewards are (dynamic sampling of DAPO,
+    arXiv 2503.14476, eq. 11)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -13,7 +13,7 @@ from arpo_megatron.rewards.base import Reward, score_text
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question
 from arpo_megatron.rewards.math.verify import math_equal
-from arpo_megatron.rewards.qa import exact_match, token_f1
+from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.response import last_boxed, parse_response
 from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
@@ -146,6 +146,7 @@ def _math(question: Question, answer: str) -> tuple[float, bool]:
 
 
 def _f1(question: Question, answer: str) -> tuple[float, bool]:
+    answer = without_latex(answer)
     best = max(token_f1(answer, expected) for expected in question.answers)
     return best, any(exact_match(answer, expected) for expected in question.answers)
 

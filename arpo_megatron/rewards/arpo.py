@@ -7,7 +7,7 @@ from typing import Literal
 from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, user_question
 from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers
-from arpo_megatron.rewards.qa import exact_match, token_f1
+from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
 from arpo_megatron.tasks.tags.response import Parsed, parse_response
 from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
 
@@ -65,7 +65,8 @@ class ArpoReward:
 
     def _in_words(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
         truth = group.task.ground_truth
-        scores = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in answers]
+        plain = [without_latex(answer) for answer in answers]
+        scores = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in plain]
         return [(each["exact_match" if self.qa == "exact_match" else "f1"], each) for each in scores]
 
 

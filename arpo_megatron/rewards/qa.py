@@ -6,12 +6,20 @@ from collections import Counter
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNGRADED = ("yes", "no", "noanswer")
 
 
 def normalise(text: str) -> str:
     """Return the text in lower case, without ASCII punctuation, articles and repeated white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def without_latex(text: str) -> str:
+    r"""Return an answer in words without the commands around them: \text{Paris} -> Paris."""
+    while (plain := _TEXT_COMMAND.sub(r"\1", text)) != text:
+        text = plain
+    return text.replace("\\ ", " ").replace("~", " ")
 
 
 def exact_match(answer: str, truth: str) -> float:

@@ -4,6 +4,7 @@ It grades mathematics by token F1 without punctuation ("6" and "-6" are equal, "
 tags anywhere in the text, tool results included, and accepts a made-up <result>.
 """
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,8 @@ from arpo_megatron.rewards.base import ResponseGroup, Score
 from arpo_megatron.rewards.qa import token_f1
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.response import last_boxed
+
+_SPACED_BOX = re.compile(r"\\boxed\s+\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class ReleasedReward:
     def _score(self, response: str, task: Task) -> Score:
         reason = _broken_rule(response)
         start, end = response.find("<answer>"), response.find("</answer>")
-        answer = None if reason else last_boxed(response[start:end])
+        # The released code finds no box with a space before its brace.
+        answer = None if reason else last_boxed(_SPACED_BOX.sub("{", response[start:end]))
         if answer is None:
             return Score(self.format_penalty, 0.0, format_ok=False, reason=reason or "\\boxed{} is not closed")
         f1 = token_f1(answer, task.ground_truth)

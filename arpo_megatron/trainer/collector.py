@@ -50,7 +50,7 @@ DROPS = ("failed", "no_signal", "stale", "oversampled")
 """Reasons not to train a tree:
 
 - failed: it could not be finished.
-- no_signal: all its trajectories earned the same (`algorithm.drop_groups_without_signal`).
+- no_signal: all its answers are equally correct (`algorithm.drop_groups_without_signal`).
 - stale: a part of it is older than `rollout.max_staleness` allows (`rollout.stale=drop`).
 - oversampled: the step had enough trees (`rollout.oversampling`).
 """
@@ -264,7 +264,7 @@ class TreeCollector:
                 continue
             if self.replay is not None:
                 item = self.replay.mix(item, current.step)
-            if self.config.algorithm.drop_groups_without_signal and np.ptp(item.rewards) == 0:
+            if self.config.algorithm.drop_groups_without_signal and np.ptp(item.accuracies) == 0:
                 current.left_out.append(replace(item, dropped="no_signal"))
             else:
                 fit.append(item)

@@ -55,6 +55,7 @@ BROKEN = [
     (THINK, "0 answers instead of one"),
     (THINK + answer("5") + answer("5"), "2 answers instead of one"),
     (THINK + "<answer>\\boxed{5}", "<answer> is not closed"),
+    (THINK + "<answer><answer>\\boxed{5}</answer>", "<answer> inside an answer"),
     (THINK + "<answer>5</answer>", "no \\boxed{} in the answer"),
     (THINK + "<answer>\\boxed{5</answer>", "no \\boxed{} in the answer"),
     (THINK + "\\boxed{5}<answer>5</answer>", "no \\boxed{} in the answer"),
@@ -110,6 +111,13 @@ def test_released_scorer_applies_its_format_rules(text: str) -> None:
     assert score.reward == (1.0 if lenient else -1.0)
 
 
+@pytest.mark.parametrize("box", ["\\boxed{\\text{Paris}}", "\\boxed {\\mathrm{\\text{Paris}}}"])
+def test_answer_in_words_is_read_without_latex_commands(box: str) -> None:
+    text = THINK + f"<answer>{box}</answer>"
+    assert score_text(ArpoReward(), text, task("Paris", "qa")).reward == 1.0
+    assert score_text(ReleasedReward(), text, task("Paris", "qa")).reward < 1.0  # as the released code
+
+
 def test_released_scorer_gives_the_bonus_for_tags() -> None:
     score = score_text(ReleasedReward(), TWO_TOOLS + answer("a British film"), task("British", "qa"))
     assert score.reward == pytest.approx(2 / 3 + 0.1)
@@ -117,7 +125,14 @@ def test_released_scorer_gives_the_bonus_for_tags() -> None:
 
 @pytest.mark.parametrize(
     ("text", "content"),
-    [("\\boxed{a{b}c}", "a{b}c"), ("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{1", None), ("1", None), ("\\boxed{}", "")],
+    [
+        ("\\boxed{a{b}c}", "a{b}c"),
+        ("\\boxed{1} \\boxed{2}", "2"),
+        ("\\boxed{1", None),
+        ("1", None),
+        ("\\boxed{}", ""),
+        ("\\boxed {12}", "12"),
+    ],
 )
 def test_last_box_is_read_with_balanced_braces(text: str, content: str | None) -> None:
     assert last_boxed(text) == content

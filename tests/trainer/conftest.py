@@ -25,9 +25,10 @@ def collector(tmp_path: Path) -> Start:
         signal: Callable[[str], bool] = lambda _id: True, selector: TaskSelector | None = None, **rollout: Any
     ) -> tuple[TreeCollector, Rollouts]:
         def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
-            rewards = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
-            whole = zip(tasks, trees, rewards, strict=True)
-            return [ScoredTree(task, tree, given, given, given == 1) for task, tree, given in whole]
+            correct = [np.array([0.0, 1.0 if signal(task.id) else 0.0]) for task in tasks]
+            shaped = [np.maximum(given, [0.0, 0.1]) for given in correct]  # no reason to keep a tree
+            whole = zip(tasks, trees, shaped, correct, strict=True)
+            return [ScoredTree(task, tree, reward, given, given == 1) for task, tree, reward, given in whole]
 
         config = JobConfig(
             "test",

@@ -12,6 +12,7 @@ from arpo_megatron.config.validation import PROTOCOL_TAGS
 from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
 
 _RESULT = re.compile(r"\s*<result>")
+_BOX = re.compile(r"\\boxed\s*\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,11 @@ def parse_response(text: str, tools: Sequence[str] = DEFAULT_NAMES) -> Parsed:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    r"""Return the content of the last \boxed{...} with balanced braces, or None; LaTeX allows space before the brace."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
         return None
-    start += len("\\boxed{")
-    depth = 1
+    start, depth = boxes[-1].end(), 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
@@ -98,6 +98,8 @@ class _Scan:
         if content is None:
             return f"<{name}> is not closed"
         if name == "answer":
+            if "<answer>" in content:
+                return "<answer> inside an answer"
             self.answers.append(content)
             return ""
         if not _RESULT.match(self._text, self._position):
