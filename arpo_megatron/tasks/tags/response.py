@@ -47,7 +47,7 @@ def parse_response(text: str, tools: Sequence[str] = DEFAULT_NAMES) -> Parsed:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} with balanced braces, or None; LaTeX allows space before the brace."""
+    r"""Return the content of the last \boxed{...} with balanced braces, or None. A space may precede the brace."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
