@@ -12,7 +12,7 @@ from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 T = TypeVar("T")
 
 AnsweredCall = ToolCall | InvalidJson | Notice
-"""A call that gets a result: of the tool, or a text that says why there is none."""
+"""A call that gets a result: of the tool, or a text that states why there is none."""
 LIMIT, REPEATED = "limit", "repeated"
 """Statuses of calls that a limit refuses, or that the path has made before."""
 
@@ -24,7 +24,7 @@ class CallHistory:
     calls: tuple[tuple[str, str], ...] = ()
     """Tool and arguments (as JSON) of each call that counts."""
     notices: frozenset[str] = frozenset()
-    """Names of the limits that the model was told it has reached."""
+    """Names of the limits whose notices the model has read."""
 
 
 NO_CALLS = CallHistory()
