@@ -3,16 +3,17 @@
 from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.config import JobConfig
 
-GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.5}
-"""Largest gap between trainer and engine that is rounding, in nats; see `train.logprob_gap_limit`."""
+GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8 engine": 0.5, "fp8": 3.0}
+"""Largest gap between trainer and engine that is rounding, in nats; see `train.logprob_gap_limit`. On the quickstart's
+probe a trainer in FP8 (emulated) is up to 1.2 from one in bfloat16, with a median of 0.03."""
 KL_LIMIT = 1e-3
 """Largest k3 between two passes over one batch that is rounding, in nats: that of log-probs 0.045 nats apart."""
 
 
 def check_push(gap: float, version: int, config: JobConfig) -> None:
     """Raise RuntimeError if the log-probs of trainer and engine differ by more than rounding explains."""
-    rounded = config.model.fp8 != "none" or config.engine.quantization != "none"
-    limit = config.train.logprob_gap_limit or GAP_LIMITS["fp8" if rounded else config.model.dtype]
+    engine = "fp8 engine" if config.engine.quantization != "none" else config.model.dtype
+    limit = config.train.logprob_gap_limit or GAP_LIMITS["fp8" if config.model.fp8 != "none" else engine]
     if gap > limit:
         raise RuntimeError(
             f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
