@@ -11,12 +11,14 @@ from functools import cache
 
 from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.transformer_engine import check_emulation, extension_installed
+from arpo_megatron.hardware.transformer_engine import INSTALL_EXTENSION, check_emulation, extension_installed
 
 SHARED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
 OWN_MEMORY_FRACTION = 0.6
 """Share of a GPU's memory for an engine without a trainer rank."""
+BLOCKWISE_CUDA = (12, 9)
+"""First version of CUDA whose cuBLAS has products of blockwise FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +112,14 @@ def check_machine(config: JobConfig) -> None:
     if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
         raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
     if config.model.transformer_impl == "transformer_engine" and not extension_installed():
-        raise UserError(
-            "model.transformer_impl=transformer_engine needs Transformer Engine: pip install 'arpo-megatron[gpu]'"
-        )
+        raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
 
 
 def _check_fp8(recipe: str) -> None:
     if not extension_installed():
-        raise UserError(f"model.fp8={recipe} needs Transformer Engine: pip install 'arpo-megatron[gpu]'")
+        raise UserError(f"model.fp8={recipe} needs Transformer Engine: {INSTALL_EXTENSION}")
     import torch
 
     needed = (9, 0) if recipe == "blockwise" else (8, 9)
@@ -128,4 +128,10 @@ def _check_fp8(recipe: str) -> None:
         raise UserError(
             f"model.fp8={recipe} needs compute capability {'.'.join(map(str, needed))}, but this GPU has "
             f"{'.'.join(map(str, found))}"
+        )
+    cuda = torch.version.cuda or "0"
+    if recipe == "blockwise" and tuple(map(int, cuda.split(".")[:2])) < BLOCKWISE_CUDA:
+        raise UserError(
+            f"model.fp8=blockwise needs a torch for CUDA {'.'.join(map(str, BLOCKWISE_CUDA))} or newer, but this is "
+            f"one for {cuda}; model.fp8=current needs none"
         )

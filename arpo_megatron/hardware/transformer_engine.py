@@ -16,6 +16,8 @@ CHECKED_TRANSFORMER_ENGINE = "2.11.0"
 """The version whose Python the emulation was checked against."""
 EMULATION_VARIABLE = "ARPO_TE_EMULATION"
 """`1` in the environment of ranks that run TE's Python on a CPU (see te_emulation)."""
+INSTALL_EXTENSION = "pip install --no-build-isolation 'arpo-megatron[gpu]'"
+"""The command that builds the extension against the installed torch; an isolated build takes the newest torch."""
 
 
 def prepare() -> None:

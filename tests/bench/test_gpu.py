@@ -17,6 +17,7 @@ from arpo_megatron.bench.gpu.update import QWEN3_4B, UpdateBench, update_measure
 from arpo_megatron.bench.tool_calling_model import sums
 from arpo_megatron.cli.bench_gpu import app
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.synthetic_trees import MIXES, Mix
@@ -41,6 +42,13 @@ def test_commands_are_those_of_the_docs() -> None:
     for command in ("exact", "kernels", "update", "rollout", "push", "step"):
         assert f"arpo bench gpu {command}" in page
         assert command in help_text
+
+
+def test_update_of_16k_tokens_recomputes_on_an_h200() -> None:
+    h200 = UpdateBench(memory=140 * 2**30)
+    assert (h200.recompute("none", 8192), h200.recompute("none", 16384)) == ("none", "full")
+    with pytest.raises(UserError, match=r"tokens need .* GiB with full recomputation, the GPU has 40 GiB"):
+        UpdateBench(memory=40 * 2**30).recompute("none", 8192)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -87,6 +87,16 @@ def test_check_machine_error_is_one_line(overrides, gpus, line, monkeypatch) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_blockwise_needs_products_of_cuda_12_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
+    monkeypatch.setattr(placement, "extension_installed", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=current"]))
+    with pytest.raises(UserError, match=r"blockwise needs a torch for CUDA 12\.9 or newer, but this is one for 12\.8"):
+        placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=blockwise"]))
+
+
 def test_gpu_engine_captures_its_largest_batch_and_caches_single_tokens() -> None:
     options = engine_options(EngineConfig(max_running_requests=48), Placement.of(job(), 2), "bfloat16")
     assert (options["device"], options["dtype"]) == ("cuda", "bfloat16")

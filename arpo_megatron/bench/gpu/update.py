@@ -4,6 +4,7 @@ The peak is that of a large bfloat16 matrix product in the same process. `packin
 """
 
 import gc
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -17,16 +18,23 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.measure import Figures, Measurements, peak_gib, reset_peak, timed
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import Recompute, update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.plan.activations import Tokens, pass_bytes
+from arpo_megatron.plan.memory import logits_bytes, static_parts, value_bytes
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
 
 QWEN3_4B = KNOWN_MODELS["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192
+
+
+def _gpu_memory() -> float:
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else math.inf
 
 
 @dataclass(slots=True)
@@ -37,6 +45,8 @@ class UpdateBench:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     repeats: int = 2
     """Timed updates, after one that compiles."""
+    memory: float = field(default_factory=_gpu_memory)
+    """Bytes of the GPU that a process can allocate."""
     _key: tuple[str, str] | None = None
     _actor: Actor | None = None
     _peak_flops: float = field(default=0.0)
@@ -88,8 +98,30 @@ class UpdateBench:
         return self._peak_flops
 
     def measure_flat(self, length: int, recipe: Fp8Recipe) -> Figures:
-        """Measure updates on one sequence of `length` tokens."""
-        return self._measure(recipe, "none", {"flat": _packed([_sequence(length)], length)})
+        """Measure updates on one sequence of `length` tokens, with full recomputation if it would not fit without."""
+        return self._measure(recipe, self.recompute(recipe, length), {"flat": _packed([_sequence(length)], length)})
+
+    def recompute(self, recipe: Fp8Recipe, tokens: int) -> Recompute:
+        """Return the recomputation with which a pack of `tokens` tokens fits the GPU, by the planner's estimate.
+
+        Raises:
+            UserError: it does not fit with full recomputation.
+        """
+        choices: tuple[Recompute, ...] = ("none", "full")
+        for choice in choices:
+            if (needed := self._bytes(recipe, choice, tokens)) <= self.memory:
+                return choice
+        raise UserError(
+            f"{tokens} tokens need {needed / 2**30:.0f} GiB with full recomputation, the GPU has "
+            f"{self.memory / 2**30:.0f} GiB"
+        )
+
+    def _bytes(self, recipe: Fp8Recipe, recompute: Recompute, tokens: int) -> float:
+        config, fp8 = self.config(recipe, recompute), recipe != "none"
+        parallel, value = config.parallel, value_bytes(config)
+        activations = pass_bytes(self.spec, parallel, Tokens(tokens, tokens), tokens, value=value, last=True, fp8=fp8)
+        held = sum(static_parts(config, self.spec, 0).values())
+        return held + activations + logits_bytes(self.spec, parallel, tokens, value)
 
     def measure_mix(self, mix: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Figures:
         """Measure updates on a tree of the mix and on its flattened trajectories, in turn."""
@@ -100,7 +132,7 @@ class UpdateBench:
 
     def _measure(self, recipe: Fp8Recipe, recompute: Recompute, sides: dict[str, list[TreePack]]) -> Figures:
         actor = self.actor(recipe, recompute)
-        figures: dict[str, Any] = {"peak_tflops": round(self.peak_flops() / 1e12, 1)}
+        figures: dict[str, Any] = {"recompute": recompute, "peak_tflops": round(self.peak_flops() / 1e12, 1)}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for repeat in range(1 + self.repeats):
             for side, packs in sides.items():
