@@ -16,6 +16,7 @@ from arpo_megatron.actor.parallel import device
 from arpo_megatron.packing.balance import TYPICAL_COST, CostModel
 from arpo_megatron.packing.layout import Span, TreePack
 from arpo_megatron.tree import Float32Array
+from arpo_megatron.utils.heartbeat import beat
 
 _Ints = NDArray[np.int64]
 
@@ -92,6 +93,7 @@ class MicroBatches:
 
     def make(self, index: int) -> MicroBatch:
         """Make the micro-batch of a pack. Its context stays registered until `done`."""
+        beat()
         pack = self._packs[index]
         local = _Local.of(pack, self._shard)
         plan = (

@@ -19,32 +19,36 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware import malloc
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT
+from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.ports import is_loopback
 from arpo_megatron.utils.stores import rank_store
 
 Object = TypeVar("Object")
 
 _RANK_ZERO = 0
+_AFTER_HANG_S = 60.0
 _groups: dict[str, Any] = {}
 _board: Store = HashStore()
 """The points that ranks have reached (`post`). A lone process has it in its memory."""
 
 
 def initialize(
-    parallel: ParallelConfig, seed: int, *, timeout_s: float = 1800.0, idle_timeout_s: float = 86400.0
+    parallel: ParallelConfig, seed: int, *, timeout_s: float | None = None, idle_timeout_s: float = 86400.0
 ) -> None:
     """Join the process group, install the CPU platform layer if needed, and seed every random generator.
 
     Args:
         parallel: the layout; its `world_size` must equal the number of started ranks.
         seed: equal on all ranks; tensor-parallel ranks derive separate streams from it.
-        timeout_s: deadline of one training collective in seconds.
+        timeout_s: deadline of one training collective in seconds; None: a minute after the supervisor has found the
+            hang (`parallel.collective_timeout_s`), so that the ranks live to write their stacks.
         idle_timeout_s: deadline of `broadcast_object` in seconds. The other ranks wait in it while the controller
             collects trajectories, so it bounds the longest rollout.
 
     Raises:
         UserError: the number of ranks is not `parallel.world_size`, or megatron-core has an unchecked version.
     """
+    timeout_s = parallel.collective_timeout_s + _AFTER_HANG_S if timeout_s is None else timeout_s
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.world_size:
         raise UserError(
@@ -142,6 +146,7 @@ def broadcast_object(obj: Object | None, name: str = "control") -> Object:
         return obj  # type: ignore[return-value]  # a lone process is the controller, whose object is one
     box = [obj if is_rank_zero() else None]
     dist.broadcast_object_list(box, src=_RANK_ZERO, group=members)
+    beat()
     return box[0]  # type: ignore[return-value]  # the controller's by now
 
 
@@ -152,6 +157,7 @@ def gather_objects(obj: Object, name: str = "control") -> list[Object]:
         return [obj]
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, obj, group=members)
+    beat()
     return box
 
 

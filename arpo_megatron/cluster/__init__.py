@@ -12,6 +12,7 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
 | `commands` | `arpo eval` and `arpo export` as jobs of their own |
 | `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
+| `restarts` | whether a failed job starts again, and without which node |
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |
 | `backend` | srun commands for the processes of a job |

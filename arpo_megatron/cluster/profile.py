@@ -91,6 +91,10 @@ class ClusterProfile:
     """Private key for `ssh`. None: the agent, the usual files, or a password prompt."""
     requeue: bool = True
     """Requeue the job when its time is up or when it is preempted. It continues from its newest checkpoint."""
+    restarts: NonNegative = 0
+    """How often a job whose processes failed or hang (`parallel.collective_timeout_s`) is requeued, without the guilty
+    node if the partition can spare it. It ends earlier if no checkpoint was gained since the last restart, and for
+    errors that need a change."""
     python: Path | None = None
     """Python with this package on the nodes, outside containers. The supervisor runs in it, without torch or a GPU.
     None: the Python that runs `arpo submit`."""
@@ -171,6 +175,8 @@ class ClusterProfile:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}] are fewer than 64: widen the range")
         if self.ports is not None and self.ports[1] > 65535:
             raise ValueError(f"ports: [{self.ports[0]}, {self.ports[1]}]: TCP ports end at 65535")
+        if self.restarts and not self.requeue:
+            raise ValueError("restarts: a job can restart only with requeue: true")
         for network in self.trusted_networks:
             try:
                 ip_network(network)

@@ -229,6 +229,8 @@ def _follow(run: RunDirectory, role: str, path: Path, start: int, ended: Callabl
     with path.open("rb") as file:
         file.seek(start)
         while True:
+            if path.stat().st_size < file.tell():  # rotated
+                file.seek(0)
             new = file.read().decode(errors="replace")
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:

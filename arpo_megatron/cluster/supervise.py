@@ -9,6 +9,7 @@ machine: services are restarted within limits, and the first fatal exit ends the
 | USR1: a time limit or preemption is near | the trainer saves and ends; the chain's next job continues | COMPLETED |
 | USR1, and no job of the chain waits | the job is requeued | PENDING |
 | USR1, and Slurm or the profile refuses a requeue | one line; `arpo resume` continues | FAILED, exit code 75 |
+| a fatal exit, with `restarts` left | the job is requeued without the guilty node (`restarts.py`) | PENDING |
 | a fatal exit | all steps end; last lines of the failed process's log; the next job continues | FAILED, its exit code |
 | a node is lost, even before training | the job is requeued | PENDING |
 | the controller does not answer at the start | it is asked three times, then the job is requeued | PENDING |
@@ -32,6 +33,7 @@ from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend, drop_slurm_variables
 from arpo_megatron.cluster.preflight import examine_nodes
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
+from arpo_megatron.cluster.restarts import after_failure, exclude_nodes
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
@@ -102,8 +104,7 @@ def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
     except StoppedError:
         return _hand_over(run, profile, job_id)
     except ProcessDiedError as error:
-        code = report(error, error.code)
-        return _leave_lost(lost, backend, code) if (lost := backend.lost_nodes()) else code
+        return _after_death(error, run, backend)
     except SilentNodeError as error:
         if not (lost := backend.lost_nodes()):
             raise
@@ -119,6 +120,31 @@ def _leave_lost(lost: Sequence[str], backend: SlurmBackend, otherwise: int) -> i
     """Requeue the job without these nodes, which Slurm itself would notice minutes later."""
     report(UserError(f"cannot reach {', '.join(lost)} any more"), 1)
     return _requeue(backend.job_id, otherwise) if backend.profile.requeue else otherwise
+
+
+def _after_death(error: ProcessDiedError, run: RunDirectory, backend: SlurmBackend) -> int:
+    """Leave the rest to the next job of the chain, or to this one after a requeue, if a restart may help."""
+    code = report(error, error.code)
+    if lost := backend.lost_nodes():
+        return _leave_lost(lost, backend, code)
+    if not backend.profile.restarts:
+        return code
+    after, text = after_failure(str(error), run, backend, backend.profile.restarts)
+    report(StoppedError(text), 0)
+    if after is None:
+        _cancel_waiting(run)
+        return code
+    after.write(run)
+    waiting: list[str] = retry(lambda: waiting_jobs(run), [])
+    if not waiting:
+        return _requeue(backend.job_id, code, after.excluded)
+    for job in waiting:
+        _exclude(job, after.excluded)
+    return code
+
+
+def _exclude(job_id: str, nodes: Sequence[str]) -> None:
+    retry(lambda: exclude_nodes(job_id, nodes), None)
 
 
 def _cancel_waiting(run: RunDirectory) -> list[str]:
@@ -290,17 +316,25 @@ def retry(ask: Callable[[], _T], otherwise: _T) -> _T:
     return otherwise
 
 
-def _requeue(job_id: str, otherwise: int) -> int:
+def _requeue(job_id: str, otherwise: int, excluded: Sequence[str] = ()) -> int:
     """Ask Slurm to end this process and start the job again later; the run then continues from its newest checkpoint.
 
-    Returns `otherwise`, the exit code of the job, if Slurm refuses.
+    Args:
+        job_id: this job.
+        otherwise: exit code of the job, which is returned if Slurm refuses.
+        excluded: nodes on which it must not start again.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # only a waiting job can exclude nodes, so this comes after the request
     report(StoppedError("requeueing the job"), 0)
     try:
         slurm.call("scontrol", "requeue", job_id)
     except UserError as error:
         if _REQUEUED_ALREADY not in str(error):
             return report(UserError(f"{error}; `arpo resume` continues the run"), otherwise)
+    if excluded:
+        _exclude(job_id, excluded)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_END_S)
     return otherwise

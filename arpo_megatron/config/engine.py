@@ -42,7 +42,8 @@ class EngineConfig:
     """A service (engine, tools, rollout process) that does not answer its probe for this many seconds is restarted. The
     value must exceed the longest pause of a healthy service: a bucket of a weight push, the compilation of a kernel."""
     restarts: NonNegative = 10
-    """Number of service restarts in a run (engines, tools, rollout process, router); one more failure stops the run."""
+    """Number of service restarts within an hour (engines, tools, rollout process, router); one more failure stops the
+    job."""
     retry_for_s: PositiveFloat = 600.0
     """A generation or tool call is repeated for this many seconds after its first failure: time to restart an engine.
     """

@@ -6,7 +6,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron.config import validation
-from arpo_megatron.config.fields import STRICT, Positive
+from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,6 +32,10 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, those of core attention (`selective`), or those of every
     layer (`full`)."""
+
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Seconds without progress of any rank after which the job ends as hung, with the stacks of all ranks in
+    `heartbeats/`. It must exceed the longest save, kernel compilation or silence of all rollouts."""
 
     @property
     def world_size(self) -> int:

@@ -117,6 +117,11 @@ class RunDirectory:
         return self.path / "exports"
 
     @property
+    def heartbeats(self) -> Path:
+        """Progress of each trainer rank, and its stacks after a hang."""
+        return self.path / "heartbeats"
+
+    @property
     def profile(self) -> Path:
         """Traces of torch's profiler (`monitor.profile_steps`)."""
         return self.path / "profile"

@@ -16,6 +16,7 @@ from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import emulates_te
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
+from arpo_megatron.launch.hangs import watched_ranks
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
@@ -161,5 +162,7 @@ def run_trainer(job: Job, module: str, *arguments: str, env: Mapping[str, str] =
     command, needed = job.backend.ranks(module, [str(job.run.path), *arguments], job.config)
     environment = trainer_environment(job.config.platform, emulate_te=emulates_te(job.config))
     variables = {**environment, **needed, **env}
-    process = job.supervisor.start(module.rpartition(".")[2], command, env=variables)
-    job.supervisor.wait(process, poll=job.show_events)
+    parallel = job.config.parallel
+    with watched_ranks(job.supervisor, job.run, parallel.world_size, parallel.collective_timeout_s):
+        process = job.supervisor.start(module.rpartition(".")[2], command, env=variables)
+        job.supervisor.wait(process, poll=job.show_events)

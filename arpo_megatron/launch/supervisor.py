@@ -2,14 +2,15 @@
 
 A process that runs once (a trainer rank, a preparation) ends the job when it fails. A service that ends, or that does
 not answer its probe in time (a hung one still holds its connections), is killed with its process group and started
-again at the same address, after a pause that doubles. Its clients repeat their requests. After a number of restarts the
-job ends.
+again at the same address, after a pause that doubles. Its clients repeat their requests. After a number of restarts
+within an hour the job ends.
 
 Every process leads a session, so a ctrl-C reaches the command line alone, which ends the processes in order. The kernel
 kills them if the command line is killed, so nothing is left behind.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,9 +40,14 @@ from arpo_megatron.utils.service_spec import ServiceSpec
 from arpo_megatron.utils.signals import interrupts_deferred, interrupts_ignored
 
 FIRST_PAUSE_S = 0.5
+RESTARTS_WITHIN_S = 3600.0
+"""Restarts of services are counted over this time."""
 LONGEST_PAUSE_S = 60.0
 RECOVERED_S = 60.0
 """A service that was up for this long pauses before its next restart as briefly as before the first."""
+MAX_LOG_BYTES = 2**28
+"""Size at which a log is rotated."""
+_SIZE_INTERVAL_S = 60.0
 _POLL_INTERVAL_S = 0.1
 _PROBE_INTERVAL_S = 5.0
 
@@ -61,6 +67,9 @@ class SupervisedProcess:
     error: str = ""
     """Why it was last restarted."""
 
+    sized: float = field(default_factory=time.monotonic)
+    """When the size of the log was last checked."""
+
     @property
     def log(self) -> Path:
         """Log file that receives the stdout and stderr of the process."""
@@ -69,6 +78,20 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """Return the return code, None while it runs."""
         return None if self.process is None else self.process.poll()
+
+    def rotate_log(self) -> None:
+        """Move a log that has grown too large to NAME.log.1, once a minute at most.
+
+        The process keeps its file, which is emptied. Lines that it writes during the copy are lost.
+        """
+        if time.monotonic() - self.sized < _SIZE_INTERVAL_S:
+            return
+        self.sized = time.monotonic()
+        with suppress(OSError):  # no room, or no log yet
+            if self.log.stat().st_size > MAX_LOG_BYTES:
+                shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+                os.truncate(self.log, 0)  # opened to append
+                self.log_start = 0
 
     def failure(self) -> str:
         """Return the message for the user when a process that runs once has ended."""
@@ -138,6 +161,7 @@ class Supervisor:
             poll()
             self.check()
             for each in self.running:
+                each.rotate_log()
                 code = each.poll()
                 if code is not None and (code != 0 or each is not process):
                     raise ProcessDiedError(each.failure(), exit_code(code))
@@ -170,7 +194,7 @@ class Supervisor:
 
         Args:
             run: its event log gets every restart, and `run.health` every change.
-            restarts: of all services together, before the job ends.
+            restarts: of all services together within `RESTARTS_WITHIN_S`, before the job ends.
         """
         self._services = services = _Services(run, restarts, lambda: [each.health() for each in self.running])
         try:
@@ -208,7 +232,7 @@ class _Services:
         self._services: list[SupervisedProcess] = []
         self._threads: list[threading.Thread] = []
         self._restarts = restarts
-        self._restarted = 0
+        self._restarted: list[float] = []
         self._events = EventLog(run.events)
         self._ending = threading.Event()
         self._starting = threading.Lock()
@@ -271,15 +295,15 @@ class _Services:
             if was_up_s is None and not service.restarts:
                 return self._fail(service, "", code)
             with self._starting:
-                if self._restarted >= self._restarts:
-                    return self._fail(
-                        service, f", after {self._restarted} restarts of services (engine.restarts)", code
-                    )
-                self._restarted += 1
+                self._restarted = [at for at in self._restarted if time.monotonic() - at < RESTARTS_WITHIN_S]
+                if (number := len(self._restarted)) >= self._restarts:
+                    more = f", after {number} restarts of services within an hour (engine.restarts)"
+                    return self._fail(service, more, code)
+                self._restarted.append(time.monotonic())
             if was_up_s is not None and was_up_s > RECOVERED_S:
                 pause_s = FIRST_PAUSE_S
             service.restarts += 1
-            self._log(service, f"{error}; restart {self._restarted} of {self._restarts} in {pause_s:g} s")
+            self._log(service, f"{error}; restart {number + 1} of {self._restarts} in {pause_s:g} s")
             self._ending.wait(pause_s)
             while spec.held_by is not None and spec.held_by.exists() and not self._ending.is_set():
                 self._ending.wait(_POLL_INTERVAL_S)
@@ -292,6 +316,7 @@ class _Services:
         while not self._ending.is_set():
             if (code := process.poll()) is not None:
                 return how_it_ended(code), exit_code(code)
+            service.rotate_log()
             now = time.monotonic()
             if now >= deadline:
                 return (
@@ -318,7 +343,7 @@ class _Services:
     def _log(self, service: SupervisedProcess, text: str) -> None:
         name = service.spec.name
         with suppress(OSError):  # a full disk must not end what keeps the job alive
-            self._events.emit("restart", role=name, number=self._restarted, text=f"{name} {text}")
+            self._events.emit("restart", role=name, number=len(self._restarted), text=f"{name} {text}")
 
 
 def _stop(processes: "Sequence[subprocess.Popen[bytes]]", grace_s: float = GRACE_S) -> None:

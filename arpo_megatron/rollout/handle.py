@@ -42,6 +42,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.service_spec import ServiceSpec
 
 _CONNECT_INTERVAL_S = 0.1
@@ -325,6 +326,7 @@ class RolloutHandle:
     def _receive(self, message: object) -> bool:
         """Handle a message; return whether it was a `Failure`."""
         if isinstance(message, RecordEntry):
+            beat()
             with self._lock:
                 if message.tree_id in self._trees:
                     self._trees[message.tree_id][1].append(message.entry)

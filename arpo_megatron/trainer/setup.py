@@ -27,6 +27,7 @@ from arpo_megatron.monitor.profiler import StepProfiler
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.trainer.skipped_updates import SkippedUpdate, save_skipped_update
 from arpo_megatron.tree import Float32Array
+from arpo_megatron.utils.heartbeat import start_heartbeat
 from arpo_megatron.utils.rank_main import log_failure
 
 MAX_SKIPPED_UPDATES = 3
@@ -183,6 +184,7 @@ def actor_session(directory: RunDirectory, phase: Phase, *, training: bool = Tru
 
 def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitStack) -> ActorSession:
     config = resolve.load(directory.config)
+    start_heartbeat(directory.heartbeats, parallel.rank(), config.parallel.collective_timeout_s)
     parallel.initialize(config.parallel, config.seed)
     is_rank_zero = parallel.is_rank_zero()
     events = EventLog(directory.events, enabled=is_rank_zero)

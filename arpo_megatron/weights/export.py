@@ -18,6 +18,7 @@ from arpo_megatron.models.mapping import Entry, Rows, entries, hf_shapes, plan_b
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import flush, replace_directory
+from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.weights.shards import LocalParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -151,6 +152,7 @@ def _gather(
     table = [entry for entry in entries(spec) if not entry.copy]
     stages = _stages(table, local)
     for entry, stage in zip(table, stages, strict=True):
+        beat()
         found = local.find(entry)
         indices = {name: index for index, name in enumerate(entry.hf)}
         for rows in (rows for together in entry.split(limit, fused=fused) for rows in together):

@@ -11,6 +11,7 @@ from arpo_megatron.models.check import check_tensors
 from arpo_megatron.models.mapping import Entry, entries
 from arpo_megatron.models.safetensors import TensorFiles
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.weights.shards import LocalParameters
 
 
@@ -38,6 +39,7 @@ def load_hf(chunks: Sequence[nn.Module], spec: ModelSpec, path: Path) -> None:
         check_tensors(files, spec)
         for entry in entries(spec):
             if (found := local.find(entry)) is not None:
+                beat()
                 name, parameter = found
                 _fill(entry, parameter, files, *(dense if entry.expert is None else sparse))
                 left.remove(name)

@@ -53,7 +53,7 @@ def test_run_ends_at_the_restart_limit_and_resumes(warm_run: Path) -> None:
             kill(job.pid, "arpo_megatron.engine.server.main")
             assert job.wait(240) == 1
         text = (warm_run.parent / "screen").read_text()
-        assert "was killed by SIGKILL, after 1 restarts of services (engine.restarts); log: " in text
+        assert "was killed by SIGKILL, after 1 restarts of services within an hour (engine.restarts); log: " in text
         assert "Traceback" not in text.split("log:")[0]
         left = unfinished(warm_run)
         assert len(left) == TASKS

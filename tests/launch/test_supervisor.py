@@ -181,7 +181,8 @@ def test_job_ends_with_the_reason_after_the_last_restart(run: RunDirectory, supe
     assert len(killed) == 2
     first_line, *log = str(caught.value).splitlines()
     assert first_line == (
-        f"toy was killed by SIGKILL, after 1 restarts of services (engine.restarts); log: {run.logs / 'toy.log'}"
+        "toy was killed by SIGKILL, after 1 restarts of services within an hour (engine.restarts); "
+        f"log: {run.logs / 'toy.log'}"
     )
     assert log == ["  | serving", "  | serving"]
 
@@ -272,3 +273,26 @@ def test_service_with_lent_memory_stays_down_until_it_is_returned(run: RunDirect
         assert answer(toy.url) is None
         run.memory_lent.unlink()
         assert wait_until(lambda: answer(toy.url)) != first
+
+
+def test_log_that_grows_too_large_is_rotated(
+    run: RunDirectory, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.launch.supervisor.MAX_LOG_BYTES", 100)
+    monkeypatch.setattr("arpo_megatron.launch.supervisor._SIZE_INTERVAL_S", 0.0)
+    go = run.path / "go"
+    script = f"""
+import os, time
+print("x" * 200, flush=True)
+while not os.path.exists({str(go)!r}): time.sleep(0.01)
+print("later")
+"""
+    process = supervisor.start("talks", [sys.executable, "-c", script])
+
+    def poll() -> None:
+        if (log := process.log.with_name("talks.log.1")).exists() and log.stat().st_size:
+            go.touch()
+
+    supervisor.wait(process, poll=poll)
+    assert process.log.with_name("talks.log.1").read_text() == "x" * 200 + "\n"
+    assert process.log.read_text() == "later\n"

@@ -24,6 +24,7 @@ from arpo_megatron.config import JudgeConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rewards.judge.cache import Replies
 from arpo_megatron.rewards.judge.prompts import JudgeQuestion
+from arpo_megatron.utils.heartbeat import beat
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -191,6 +192,7 @@ class Judge:
                         "its server is running"
                     ) from None
                 self._log_down(f"{error}", f"{self._waiting} waits for it")
+                beat()  # this is not a hang
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
 

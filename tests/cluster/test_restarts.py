@@ -1,0 +1,98 @@
+"""`restarts` of a profile: a failed job starts again without the guilty node, while it gains checkpoints."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arpo_megatron.cluster import restarts
+from arpo_megatron.cluster.backend import SlurmBackend
+from arpo_megatron.cluster.restarts import Restarts, after_failure, guilty_node
+from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.plan.node_layout import NodeLayout
+from tests.cluster.onebox import Onebox
+from tests.cluster.stand_in import profile
+
+RANK_3 = "train ended with exit code 1; log: train.log\n  | ---- rank 3 failed:\n  | RuntimeError: CUDA error"
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmBackend:
+    """A job on n1 and n2, with two ranks each, in a partition that has one more node."""
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", lambda *_: "n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
+    nodes = [Node("n1", "127.0.0.11"), Node("n2", "127.0.0.12")]
+    (tmp_path / "submissions").mkdir()
+    return SlurmBackend(profile(), NodeLayout(2, 8, 2, 2, 1, 1, True), nodes, RunDirectory(tmp_path), "7")
+
+
+@pytest.mark.parametrize(
+    ("error", "node"),
+    [
+        (RANK_3, "n2"),
+        ("no trainer rank has made progress for 9 s; stacks: x; rank 0, 1 wrote no stacks", "n1"),
+        ("no trainer rank has made progress for 9 s; rank 0, 2 wrote no stacks", None),
+        ("train was killed\n  | srun: error: n2: task 3: Killed\n  | srun: error: n1: task 0: Terminated", "n2"),
+        ("engine-0 ended with exit code 1", None),
+    ],
+)
+def test_guilty_node_is_that_of_the_rank_that_failed_first(error: str, node: str | None, backend: SlurmBackend) -> None:
+    assert guilty_node(error, backend) == node
+
+
+def test_job_restarts_while_it_gains_checkpoints(backend: SlurmBackend) -> None:
+    run = backend.run
+
+    def fail(error: str = RANK_3) -> str:
+        after, text = after_failure(error, run, backend, limit=2)
+        if after is not None:
+            after.write(run)
+        return text
+
+    assert fail(RANK_3.replace("RuntimeError: CUDA error", "arpo: the disk is full")).endswith("no restart")
+    assert fail() == "restart 1 of 2, without n2"
+    assert fail() == "no checkpoint was gained since the last restart: no restart"
+    (run.checkpoints / "step_1").mkdir(parents=True)
+    assert (
+        fail(RANK_3.replace("rank 3", "rank 0")) == "restart 2 of 2, on n1 again: the partition has too few other nodes"
+    )
+    (run.checkpoints / "step_2").mkdir()
+    assert fail() == "it has restarted 2 times (restarts: 2)"
+    assert Restarts.read(run, "7").excluded == ("n2",)
+    assert Restarts.read(run, "8") == Restarts("8"), "another job of the run counts from 0"
+
+
+def test_restarts_need_requeues() -> None:
+    with pytest.raises(UserError, match="restarts: a job can restart only with requeue: true"):
+        profile(restarts=1, requeue=False)
+
+
+@pytest.mark.slurm_campaign
+@pytest.mark.timeout(1800)
+def test_killed_and_hanging_ranks_restart_the_job_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    box = Onebox.start(tmp_path_factory.mktemp("runs"), NODES="3")
+    try:
+        job = box.submit_run(
+            "again",
+            *("sft.steps=0", "train.steps=3", "train.tasks_per_step=2", "parallel.collective_timeout_s=60"),
+            profile=box.profile("again", restarts=3),
+        )
+        for number, (node, end) in enumerate([("n2", signal.SIGKILL), ("n1", signal.SIGSTOP)], 1):
+            job.wait_for("a checkpoint", lambda step=number: (job.run / "checkpoints" / f"step_{step}").is_dir())
+            rank = next(r for r in _ranks(job.processes("arpo_megatron.cluster.rank")) if r[0] == node)
+            rank[1].send_signal(end)
+            job.wait_for("restart", lambda n=number: f"restart {n} of 3" in job.log())
+        assert job.end() == "COMPLETED", str(job)
+        assert "restart 1 of 3, without n2" in job.log()
+        assert "wrote no stacks" in job.log()
+        assert job.shown("ExcNodeList") == "n2"
+        assert restarts.Restarts.read(RunDirectory(job.run), job.id).count == 2
+        assert [row["step"] for row in job.rows()] == [1, 2, 3]
+    finally:
+        box.stop()
+
+
+def _ranks(processes: list[psutil.Process]) -> list[tuple[str, psutil.Process]]:
+    return [(each.environ()["SLURMD_NODENAME"], each) for each in processes]
