@@ -28,6 +28,7 @@ from arpo_megatron.cli.options import (
     open_run,
 )
 from arpo_megatron.cli.replay import app as replay
+from arpo_megatron.cli.serve import app as serve
 from arpo_megatron.cli.study import app as study
 from arpo_megatron.cli.view import app as view
 from arpo_megatron.config import JobConfig
@@ -50,7 +51,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib import metadata
 
-        from arpo_megatron.launch.job import code_version
+        from arpo_megatron.utils.code_version import code_version
 
         print(f"arpo-megatron {metadata.version('arpo-megatron')}, {code_version()}")
         raise typer.Exit
@@ -178,7 +179,7 @@ def export(
 
     written = export_checkpoint(open_run(Path(run_dir)), out, step)
     print(written)
-    next_command(f"arpo eval {run_dir} --model {written}")
+    next_command(f"arpo serve {written}")
     return None
 
 
@@ -259,7 +260,7 @@ def _print_plan(config: JobConfig) -> None:
 
 # After the commands above: this is the order of the help.
 app.add_typer(lists, name="list", rich_help_panel=Panel.START)
-for family in (look, view, evaluation, cluster):
+for family in (look, view, evaluation, serve, cluster):
     app.add_typer(family)
 app.add_typer(bench, name="bench", rich_help_panel=Panel.MEASURE)
 app.add_typer(study, name="study", rich_help_panel=Panel.MEASURE)

@@ -14,7 +14,7 @@ from arpo_megatron.evaluation.scorers import AnswerCheck, Scorer, benchmark_scor
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind
 from arpo_megatron.jobs.inputs import JobData, load_data, load_tokenizer
 from arpo_megatron.rewards.base import Reward
-from arpo_megatron.tasks.arpo_parquet import chat_text, read_parquet
+from arpo_megatron.tasks.arpo_parquet import chat_text
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic import lookup as generated
 from arpo_megatron.tasks.tags.tools import tool_names
@@ -101,14 +101,6 @@ def prompt_benchmarks(
         data=load_data(config, tokenizer) if bare and tokenizer is not None else JobData((), ()),
         notes=notes,
     )
-
-
-def training_prompt(config: JobConfig) -> str | None:
-    """Return the system prompt of the data that a run was trained on; None if it has none."""
-    if config.data.kind != "arpo_parquet" or config.data.path is None:
-        return None
-    first = read_parquet(config.data.path).tasks[0].messages[0]
-    return first["content"] if first["role"] == "system" else None
 
 
 def _decoder(tokenizer: "PreTrainedTokenizerFast") -> Decode:

@@ -16,7 +16,7 @@ from arpo_megatron.evaluation.contamination import TrainingQuestions, find_overl
 from arpo_megatron.evaluation.journal import Attempt, Journal, write_records
 from arpo_megatron.evaluation.notes import failure_warnings, file_notes, judge_note, missing_note, sampling_note
 from arpo_megatron.evaluation.output import create_output, eval_identity, find_output
-from arpo_megatron.evaluation.prompting import PromptedQuestions, prompt_benchmarks, prompt_held_out, training_prompt
+from arpo_megatron.evaluation.prompting import PromptedQuestions, prompt_benchmarks, prompt_held_out
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question, TestSet, read_all
 from arpo_megatron.evaluation.report import SUMMARY, EvalResult, write_report
@@ -25,6 +25,7 @@ from arpo_megatron.evaluation.score_queue import ScoreQueue
 from arpo_megatron.evaluation.scorers import judge_check
 from arpo_megatron.evaluation.summary import EvalSummary, summarize
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
+from arpo_megatron.jobs.inputs import training_prompt
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward

@@ -91,6 +91,14 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
     return JobData(read.tasks[:cut], read.tasks[cut:], bad_rows=[asdict(row) for row in read.bad_rows])
 
 
+def training_prompt(config: JobConfig) -> str | None:
+    """Return the system prompt of the data that a run was trained on; None if it has none."""
+    if config.data.kind != "arpo_parquet" or config.data.path is None:
+        return None
+    first = read_parquet(config.data.path).tasks[0].messages[0]
+    return first["content"] if first["role"] == "system" else None
+
+
 def check_inputs(config: JobConfig) -> None:
     """Check the engine, every file in the config, the reward's components, and every tensor of the model.
 

@@ -38,6 +38,8 @@ Phase = Literal["train", "sft"]
 """Training phases of a job: "sft" is the cold start, "train" is ARPO."""
 RUNS = Path("runs")
 """Default parent of run directories."""
+SYSTEM_PROMPT = "system_prompt.txt"
+"""File of an exported model with the system prompt that the agent was trained with."""
 PRIVATE = 0o700
 """Mode of new run directories: a user who can write to one can run code as its owner (docs/guides/security.md)."""
 SUBMIT_LOCK = ".submit.lock"

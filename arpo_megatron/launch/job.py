@@ -1,11 +1,9 @@
 """The phases of a job: prepare, cold start, train, export. The command line calls these functions."""
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import metadata
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
 from arpo_megatron.utils.atomic import read_json
+from arpo_megatron.utils.code_version import code_version
 from arpo_megatron.utils.processes import ProcessDiedError
 
 
@@ -177,16 +176,6 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
         with hold_run(config, run) as job:
             run_trainer(job, "arpo_megatron.trainer.replay_update", str(dump.resolve()), str(out))
         return out.read_text(encoding="utf-8")
-
-
-def code_version() -> str:
-    """Return the commit of the code, with `-dirty` if files differ from it; outside a clone, the package's version."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with suppress(OSError):
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return f"commit {done.stdout.strip()}"
-    return f"version {metadata.version('arpo-megatron')}"
 
 
 def _prepare(job: Job) -> None:

@@ -55,12 +55,13 @@ class Job:
 
 
 @contextmanager
-def services(job: Job, model: Path) -> Iterator[Services]:
+def services(job: Job, model: Path, *, rollouts: bool = True) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
         job: the job.
         model: Hugging Face directory.
+        rollouts: start the rollout process, too.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
@@ -75,7 +76,8 @@ def services(job: Job, model: Path) -> Iterator[Services]:
         sandbox = sandbox_service(run, port, sandbox_token, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
         (port,) = backend.ports("rollout", 1)
         rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
-        supervisor.serve(backend.place("sandbox", sandbox), *engines, backend.place("rollout", rollout))
+        growing = [backend.place("rollout", rollout)] if rollouts else []
+        supervisor.serve(backend.place("sandbox", sandbox), *engines, *growing)
         urls = tuple(engine.url for engine in engines)
         router = router_service(
             config.engine,

@@ -48,7 +48,9 @@ def generated_tokenizer() -> "PreTrainedTokenizerFast":
     words = "|".join(re.escape(word) for word in _WORDS)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _finish(tokenizer, eos="<eos>", pad="<pad>", unk="<unk>")
+    made = _finish(tokenizer, eos="<eos>", pad="<pad>", unk="<unk>")
+    made.chat_template = "question: {{ messages[-1]['content'].rstrip(' ?') }} ?"
+    return made
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> "PreTrainedTokenizerFast":

@@ -13,9 +13,12 @@ from arpo_megatron.actor.stored_weights import stored_tensors
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.checkpoint_dirs import step_of
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.trainer.export_files import export_files
 from arpo_megatron.utils.atomic import explain_disk_errors
+from arpo_megatron.utils.code_version import code_version
 from arpo_megatron.utils.rank_main import rank_main
 from arpo_megatron.weights.export import write_hf
 
@@ -47,9 +50,11 @@ def main() -> None:
     parallel.initialize(ParallelConfig(), config.seed)
     source, dtype = start_model(config, run, "train"), config.model.dtype
     spec = ModelSpec.from_hf(source)
-    actor = CheckpointStore.actor_directory(checkpoint_path(run, step))
+    checkpoint = checkpoint_path(run, step)
+    actor = CheckpointStore.actor_directory(checkpoint)
+    files = export_files(config, run, source, step_of(checkpoint) or 0, code_version())
     with explain_disk_errors(out, "make room and give the command again"):
-        write_hf(stored_tensors(actor, spec, dtype), spec, DTYPES[dtype], source, out)
+        write_hf(stored_tensors(actor, spec, dtype), spec, DTYPES[dtype], source, out, files=files)
     parallel.destroy()
 
 

@@ -38,11 +38,13 @@ from arpo_megatron.trainer.batch import (
 )
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.controller import Controller, ControllerState
+from arpo_megatron.trainer.export_files import export_files
 from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.trainer.push import push_with_retries
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.utils.atomic import explain_disk_errors, write_json
+from arpo_megatron.utils.code_version import code_version
 from arpo_megatron.weights.export import export_hf
 
 T = TypeVar("T")
@@ -287,7 +289,8 @@ class TrainingRun:
         session.events.emit("phase", name="export", step=self.step)
         hint = disk_full_hint(directory.checkpoints)
         with explain_disk_errors(directory.export, hint):
-            export_hf(self.actor.chunks, self.actor.spec, session.start, directory.export)
+            files = export_files(self.config, directory, session.start, self.step, code_version())
+            export_hf(self.actor.chunks, self.actor.spec, session.start, directory.export, files=files)
         if self.controller is not None:
             with explain_disk_errors(directory.result, hint):
                 result = asdict(self.state)

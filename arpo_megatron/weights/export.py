@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 _BLOCK_BYTES = 2 * 2**20
 """Size of the blocks that tensor-parallel ranks send."""
 
+_NO_FILES: Mapping[str, str] = MappingProxyType({})
 _COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -93,6 +95,7 @@ def export_hf(
     source_dir: Path,
     out_dir: Path,
     *,
+    files: Mapping[str, str] = _NO_FILES,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `out_dir` as a Hugging Face directory: safetensors, config.json, generation config and tokenizer.
@@ -105,6 +108,7 @@ def export_hf(
         spec: the whole model.
         source_dir: Hugging Face directory that everything except the weights is copied from.
         out_dir: destination.
+        files: contents of further files by name; they replace copied ones.
         max_shard_bytes: largest size of a file; a larger tensor has its own file.
 
     Raises:
@@ -114,7 +118,7 @@ def export_hf(
     tensors = hf_tensors(chunks, spec)
     if dist.get_rank() == 0:
         dtype = next(chunks[0].parameters()).dtype
-        write_hf(tensors, spec, dtype, source_dir, out_dir, max_shard_bytes=max_shard_bytes)
+        write_hf(tensors, spec, dtype, source_dir, out_dir, files=files, max_shard_bytes=max_shard_bytes)
     else:
         for _ in tensors:  # take part in gathering
             pass
@@ -128,6 +132,7 @@ def write_hf(
     source_dir: Path,
     out_dir: Path,
     *,
+    files: Mapping[str, str] = _NO_FILES,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `out_dir` from the whole model's tensors, in the order of `mapping.hf_shapes`, as `export_hf` describes.
@@ -137,7 +142,7 @@ def write_hf(
     """
     temporary = out_dir.with_name(out_dir.name + ".tmp")
     try:
-        _write(tensors, spec, dtype, source_dir, temporary, max_shard_bytes)
+        _write(tensors, spec, dtype, source_dir, temporary, files, max_shard_bytes)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)  # free the disk
         raise
@@ -332,6 +337,7 @@ def _write(
     dtype: torch.dtype,
     source_dir: Path,
     temporary: Path,
+    files: Mapping[str, str],
     max_shard_bytes: int,
 ) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
@@ -343,5 +349,7 @@ def _write(
     for name in _COPIED:
         if (source_dir / name).exists():
             shutil.copyfile(source_dir / name, temporary / name)
+    for name, text in files.items():
+        (temporary / name).write_text(text, encoding="utf-8")
     for file in (*temporary.iterdir(), temporary):
         flush(file)

@@ -71,6 +71,9 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["list", "metrics", "nonsense"], "no metric has the words nonsense"),
         (["list", "runs"], "runs has no runs: start one with `arpo demo`"),
         (["compare", "nowhere"], "needs two run directories"),
+        (["serve", "nowhere"], "neither a run directory (config.yaml) nor a Hugging Face directory"),
+        (["serve", "http://127.0.0.1:9"], "cannot be served: name a run directory"),
+        (["chat", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1 does not answer as a chat server"),
     ],
 )
 def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[str], line: str, tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ PANELS = {
     "Start": ("demo", "show", "plan", "list", "doctor"),
     "Train": ("train", "sft", "export"),
     "Look": ("status", "logs", "health", "compare", "trees", "view"),
-    "Evaluate": ("eval", "eval-report", "judge-report", "decontaminate"),
+    "Evaluate": ("eval", "eval-report", "judge-report", "decontaminate", "serve", "chat"),
     "On a cluster": ("submit", "resume", "cancel"),
     "Measure and check": ("bench", "study", "replay-tree", "replay-pack"),
 }

@@ -6,6 +6,7 @@ tests the real engine.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,7 @@ class ScriptedEngine:
     def _keep(self, ids: Sequence[int]) -> None:
         self._kept |= {tuple(ids[:length]) for length in range(1, len(ids) + 1)}
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
         if self.fail_first > 0:
@@ -85,7 +86,20 @@ class ScriptedEngine:
             "output_token_logprobs": [[-0.5, token, None] for token in output],
             "entropy": [1.0 + token / 1000 for token in output],
         }
+        if body.get("stream"):
+            return await self._stream(request, output, meta)
         return web.json_response({"output_ids": output, "meta_info": meta})
+
+    async def _stream(self, request: web.Request, output: list[int], meta: dict[str, Any]) -> web.StreamResponse:
+        """Send the tokens two at a time, each time with all before, as SGLang does."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for end in [*range(2, len(output), 2), len(output)]:
+            last = end == len(output)
+            now = meta | {"completion_tokens": end, "finish_reason": meta["finish_reason"] if last else None}
+            await response.write(f"data: {json.dumps({'output_ids': output[:end], 'meta_info': now})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def done(self, _request: web.Request) -> web.Response:
         return web.Response()

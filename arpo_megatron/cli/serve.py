@@ -1,0 +1,82 @@
+"""`arpo serve` and `arpo chat`: talk to a trained agent."""
+
+import os
+import secrets
+import socket
+from typing import Annotated
+
+import typer
+
+from arpo_megatron.cli.options import Overrides, Panel
+
+app = typer.Typer()
+
+TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
+Target = Annotated[str, typer.Argument(metavar="RUN|EXPORT", help="Run directory, or exported Hugging Face directory.")]
+
+
+@app.command(rich_help_panel=Panel.EVALUATE)
+def serve(
+    target: Target,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. One that other machines can reach asks for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8751,
+    token: Annotated[bool, typer.Option("--token", help="Ask for a token on this machine, too.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Pass requests to the engine; run no tools.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Answers at a time; further requests get 429.")] = 32,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the plain SGLang and vLLM commands instead, and stop.")
+    ] = False,
+) -> None:
+    """Serve a trained agent with OpenAI's chat protocol: it calls its tools by itself and streams what it writes.
+
+    Prints the address when it answers. The token is read from ARPO_SERVE_TOKEN, or made and printed.
+    """
+    from arpo_megatron.serving.serve import ServeRequest, plain_commands, plan
+    from arpo_megatron.serving.serve import serve as run
+    from arpo_megatron.view.server import is_loopback, listen
+
+    if print_only:
+        print("\n".join(plain_commands(*plan(target, overrides or ()))))
+        return
+    secret = None
+    if token or not is_loopback(host):
+        secret = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        if TOKEN_VARIABLE not in os.environ:
+            typer.echo(f"token: {secret}", err=True)
+
+    def bind() -> tuple[socket.socket, str]:
+        listening = listen(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        return listening, f"http://{shown}:{listening.getsockname()[1]}"
+
+    run(ServeRequest(target, overrides or (), plain, secret, concurrency), bind)
+
+
+@app.command(rich_help_panel=Panel.EVALUATE)
+def chat(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|EXPORT|URL", help="What to serve and talk to, or the URL of `arpo serve`.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Talk to an agent in the terminal: its text as it is written, its tool calls, and their results.
+
+    An empty line ends the conversation.
+    """
+    from rich.console import Console
+
+    from arpo_megatron.serving.chat import chat as talk
+    from arpo_megatron.serving.chat import from_terminal
+
+    console = Console(highlight=False)
+    if target.startswith(("http://", "https://")):
+        talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal)
+        return
+    from arpo_megatron.serving.serve import serving
+    from arpo_megatron.view.server import listen
+
+    with serving(target, overrides or (), listen("127.0.0.1", 0)) as (url, key):
+        talk(url, key, console=console, read=from_terminal)

@@ -1,0 +1,4 @@
+"""A trained agent for others: an OpenAI-compatible server with the tool loop inside, and a conversation in a terminal.
+
+May import `evaluation` and the layers below it, and of `tools_sandbox` the client.
+"""

@@ -1,0 +1,241 @@
+"""The OpenAI-compatible interface of `arpo serve`: chat completions with the tool loop inside, models, health, metrics.
+
+`content` is what the model writes, its calls included. The extension field `tool_steps` has each call's name,
+arguments, result, status and seconds; in a stream it comes as `delta.tool_steps`.
+"""
+
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from arpo_megatron.engine.request import EngineRefusedError, Sampling
+from arpo_megatron.engine.wire.endpoints import bearer
+from arpo_megatron.serving.agent import Agent, Ended, TextDelta, ToolStep
+from tools_sandbox.client import SandboxError
+
+MAX_BODY_BYTES = 4 * 2**20
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ChatRequest(BaseModel):
+    """The parameters of a chat completion that the agent honours; others are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    messages: list[ChatMessage] = Field(min_length=1)
+    stream: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    n: Literal[1] | None = None
+
+
+@dataclass(slots=True)
+class Served:
+    """The agent of an interface, its settings, and its counters."""
+
+    agent: Agent
+    model: str
+    """Name in `/v1/models`."""
+    sampling: Sampling
+    """Default sampling, that of the run's evaluation."""
+    token: str | None
+    """Bearer token of requests; None: none is needed."""
+    concurrency: int
+    """Answers at a time; a further request gets 429."""
+    plain: bool = False
+    """Pass requests through to the engine instead of running the agent."""
+    system: str | None = None
+    """System prompt of conversations that have none."""
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("requests", "errors", "tool_calls"), 0))
+    running: int = 0
+
+    def sampling_of(self, request: ChatRequest) -> Sampling:
+        """Return the sampling of a request: its values, else the defaults."""
+        own = self.sampling
+        return Sampling(
+            temperature=own.temperature if request.temperature is None else request.temperature,
+            top_p=own.top_p if request.top_p is None else request.top_p,
+            seed=request.seed,
+            top_k=own.top_k,
+            repetition_penalty=own.repetition_penalty,
+        )
+
+
+def application(served: Served) -> Starlette:
+    """Return the web application."""
+
+    async def models(_: Request) -> Response:
+        entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def health(_: Request) -> Response:
+        try:
+            async with served.agent.session.get(f"{served.agent.engine_url}/health") as answer:
+                status = answer.status
+        except aiohttp.ClientError:
+            status = 503
+        return JSONResponse({"status": "ok" if status == 200 else "engine down"}, 200 if status == 200 else 503)
+
+    async def metrics(_: Request) -> Response:
+        rows = {**{f"{name}_total": value for name, value in served.counts.items()}, "running": served.running}
+        return PlainTextResponse("".join(f"arpo_serve_{name} {value:g}\n" for name, value in rows.items()))
+
+    async def chat(request: Request) -> Response:
+        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+            return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
+        body = await request.body()
+        if served.running >= served.concurrency:
+            return _error(429, f"{served.concurrency} answers are in progress; try again")
+        served.counts["requests"] += 1
+        if served.plain:
+            return await _pass_through(served, body)
+        try:
+            wanted = ChatRequest.model_validate_json(body)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            return _error(400, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+        return await _answer(served, wanted)
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, token=served.token)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """Refuses requests without the token, except those for the health."""
+
+    app: ASGIApp
+    token: str | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = self.app
+        if scope["type"] == "http" and scope["path"] != "/health" and self.token is not None:
+            given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.token.encode()):
+                answer = _error(401, "the token is missing or wrong")
+        await answer(scope, receive, send)
+
+
+async def _answer(served: Served, wanted: ChatRequest) -> Response:
+    messages = [message.model_dump() for message in wanted.messages]
+    if served.system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": served.system})
+    identity = f"chatcmpl-{uuid.uuid4().hex}"
+    most = wanted.max_completion_tokens or wanted.max_tokens
+    events = served.agent.answer(messages, served.sampling_of(wanted), most, identity)
+    head = {"id": identity, "created": int(time.time()), "model": served.model}
+    if wanted.stream:
+        return StreamingResponse(_stream(served, events, head), media_type="text/event-stream")
+    text, steps, ended = "", [], None
+    served.running += 1
+    try:
+        async for event in events:
+            match event:
+                case TextDelta():
+                    text += event.text
+                case ToolStep():
+                    served.counts["tool_calls"] += 1
+                    steps.append(event.to_dict())
+                case Ended():
+                    ended = event
+    except (ValueError, EngineRefusedError) as error:
+        served.counts["errors"] += 1
+        return _error(400, str(error))
+    except (aiohttp.ClientError, SandboxError, TimeoutError) as error:
+        served.counts["errors"] += 1
+        return _error(503, str(error) or type(error).__name__)
+    finally:
+        served.running -= 1
+    assert ended is not None
+    message = {"role": "assistant", "content": text, "tool_steps": steps}
+    choice = {"index": 0, "message": message, "finish_reason": ended.reason, "logprobs": None}
+    return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(ended)})
+
+
+async def _stream(served: Served, events: AsyncIterator[Any], head: Mapping[str, Any]) -> AsyncIterator[str]:
+    def chunk(delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        body = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
+        return f"data: {json.dumps(body)}\n\n"
+
+    served.running += 1
+    try:
+        yield chunk({"role": "assistant", "content": ""})
+        async for event in events:
+            match event:
+                case TextDelta():
+                    yield chunk({"content": event.text})
+                case ToolStep():
+                    served.counts["tool_calls"] += 1
+                    yield chunk({"tool_steps": [event.to_dict()]})
+                case Ended():
+                    yield chunk({}, event.reason, usage=_usage(event))
+    except (ValueError, EngineRefusedError, aiohttp.ClientError, SandboxError, TimeoutError) as error:
+        served.counts["errors"] += 1
+        yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n"
+    finally:
+        served.running -= 1
+    yield "data: [DONE]\n\n"
+
+
+async def _pass_through(served: Served, body: bytes) -> Response:
+    """Send the request to the engine as it is, and its answer back as it arrives."""
+    agent = served.agent
+    headers = {**bearer(agent.engine_token), "Content-Type": "application/json"}
+    try:
+        answer = await agent.session.post(f"{agent.engine_url}/v1/chat/completions", data=body, headers=headers)
+    except (TimeoutError, aiohttp.ClientError) as error:
+        served.counts["errors"] += 1
+        return _error(503, str(error) or type(error).__name__)
+
+    async def content() -> AsyncIterator[bytes]:
+        served.running += 1
+        try:
+            async for part in answer.content.iter_any():
+                yield part
+        finally:
+            served.running -= 1
+            answer.release()
+
+    return StreamingResponse(content(), answer.status, media_type=answer.content_type)
+
+
+def _usage(ended: Ended) -> dict[str, int]:
+    total = ended.prompt_tokens + ended.completion_tokens
+    return {
+        "prompt_tokens": ended.prompt_tokens,
+        "completion_tokens": ended.completion_tokens,
+        "total_tokens": total,
+    }
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -1,0 +1,211 @@
+"""`arpo serve`: the services of an agent, and its interface in front of them."""
+
+import asyncio
+import secrets
+import shlex
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
+from arpo_megatron.jobs.inputs import JobData, load_tokenizer, training_prompt, write_tool_files
+from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
+from arpo_megatron.launch.job import hold_run
+from arpo_megatron.launch.services import Job, services
+from arpo_megatron.rollout.endpoints import Services
+from arpo_megatron.rollout.limits import RolloutLimits
+from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.app import Served, application
+from arpo_megatron.tasks.arpo_parquet import chat_text
+
+_POLL_S = 0.5
+_END_S = 20
+"""Seconds that answers in progress have when the server ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """Arguments of `arpo serve`."""
+
+    target: str
+    overrides: Sequence[str]
+    plain: bool
+    token: str | None
+    concurrency: int
+
+
+def plan(target: str, overrides: Sequence[str]) -> tuple[EvalTarget, JobConfig]:
+    """Return the model to serve and its config. Raises UserError if there is no model."""
+    found = parse_target(target, None)
+    if found.kind not in (TargetKind.RUN, TargetKind.MODEL):
+        raise UserError(f"{target} cannot be served: name a run directory or a Hugging Face directory")
+    return found, eval_config(found, [], Tools.TRAINED, list(overrides))
+
+
+def plain_commands(target: EvalTarget, config: JobConfig) -> list[str]:
+    """Return the commands that serve the model without the agent's tools, with SGLang and with vLLM."""
+    model, most = shlex.quote(str(target.model)), config.model.max_length
+    return [
+        f"python -m sglang.launch_server --model-path {model} --context-length {most} --dtype {config.model.dtype}",
+        f"vllm serve {model} --max-model-len {most} --dtype {config.model.dtype}",
+    ]
+
+
+@contextmanager
+def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job, Services]]:
+    """Start the engines and the tool service of an agent. A run's own directory holds logs and health.
+
+    Raises:
+        UserError: a job holds the run.
+        ProcessDiedError: a service did not start.
+    """
+    assert target.model is not None
+    with tempfile.TemporaryDirectory(prefix="arpo-serve-") as folder:
+        run = target.run or RunDirectory(Path(folder))
+        with hold_run(config, run) as job:
+            if not run.sandbox_config.exists():
+                for note in write_tool_files(config, run, JobData((), ())):
+                    job.progress.note(note)
+            job.progress.phase("start engine and tools")
+            with services(job, target.model, rollouts=False) as ready:
+                yield job, ready
+
+
+def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) -> None:
+    """Serve an agent until a signal ends the command.
+
+    Args:
+        request: what to serve.
+        bind: returns a listening socket and its address; called after the services are up.
+
+    Raises:
+        UserError, ProcessDiedError: see `agent_services`; also if a service fails for good.
+    """
+    target, config = plan(request.target, request.overrides)
+    with agent_services(target, config) as (job, ready):
+        listening, address = bind()
+        print(f"{address}/v1", flush=True)
+        job.progress.next_command(f"arpo chat {address}/v1")
+        server = _Server(request, target, config, ready)
+        asyncio.run(server.run(listening, job.supervisor.check))
+
+
+@contextmanager
+def serving(target: str, overrides: Sequence[str], listening: socket.socket) -> Iterator[tuple[str, str]]:
+    """Serve an agent from a thread inside the block; yield address and token. Raises as `serve` does."""
+    found, config = plan(target, overrides)
+    request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=1)
+    with listening, agent_services(found, config) as (job, ready):
+        server = _Server(request, found, config, ready)
+        thread = threading.Thread(target=lambda: asyncio.run(server.run(listening, job.supervisor.check)), daemon=True)
+        thread.start()
+        host, port = listening.getsockname()[:2]
+        try:
+            yield f"http://{host}:{port}/v1", request.token or ""
+        finally:
+            server.stop()
+            thread.join(_END_S)
+
+
+class _Server:
+    """The web server of an agent. It ends in order: answers in progress are finished."""
+
+    def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: Services) -> None:
+        self._request, self._target, self._config, self._ready = request, target, config, ready
+        self._server: uvicorn.Server | None = None
+
+    def stop(self) -> None:
+        """End the server, from any thread."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def run(self, listening: socket.socket, check: Callable[[], None]) -> None:
+        """Serve until `stop`, a signal, or until `check` raises; that error is raised here."""
+        request, target, config = self._request, self._target, self._config
+        async with open_agent(target, config, self._ready) as agent:
+            served = Served(
+                agent,
+                target.name,
+                default_sampling(config),
+                request.token,
+                request.concurrency,
+                plain=request.plain,
+                system=system_prompt(target, config),
+            )
+            settings = uvicorn.Config(
+                application(served),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=_END_S,
+            )
+            self._server = uvicorn.Server(settings)
+            watching = asyncio.create_task(self._watch(check))
+            await self._server.serve(sockets=[listening])
+            if watching.done():
+                watching.result()  # raises the error that ended the server
+            watching.cancel()
+
+    async def _watch(self, check: Callable[[], None]) -> None:
+        try:
+            while True:
+                check()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self.stop()
+
+
+@asynccontextmanager
+async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> AsyncIterator[Agent]:
+    """Yield the agent of running services."""
+    assert target.model is not None
+    retry_for_s = config.engine.retry_for_s
+    timeout = aiohttp.ClientTimeout(total=config.engine.request_timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
+        ToolClient(ready.sandbox_url, ready.sandbox_token, retry_for_s=retry_for_s) as tools,
+    ):
+        limits = RolloutLimits.evaluation(config)
+        yield Agent(
+            session,
+            ready.router_url or ready.engine_urls[0],
+            ready.engine_token,
+            tools,
+            replace(limits, tools=await tools.select(config.rollout.tools)),
+            TokenizerCodec(target.model),
+            prompt_of(target.model),
+        )
+
+
+def prompt_of(model: Path) -> Callable[[Sequence[dict[str, str]]], str]:
+    """Return the function that makes a prompt of a conversation: the model's chat template, ChatML without one."""
+    tokenizer = load_tokenizer(model)
+    return lambda messages: chat_text([{"role": m["role"], "content": m["content"]} for m in messages], tokenizer)
+
+
+def default_sampling(config: JobConfig) -> Sampling:
+    """Return the sampling of requests that name none: that of evaluations."""
+    own = config.evaluation
+    return Sampling(own.temperature, own.top_p, None, own.top_k, own.penalty)
+
+
+def system_prompt(target: EvalTarget, config: JobConfig) -> str | None:
+    """Return the system prompt for conversations without one: the export's, else that of the run's data."""
+    assert target.model is not None
+    stored = target.model / SYSTEM_PROMPT
+    if stored.is_file():
+        return stored.read_text(encoding="utf-8").strip() or None
+    return None if target.run is None else training_prompt(config)

@@ -1,0 +1,134 @@
+"""The official openai client talks to an agent: its tools run inside, and every event arrives."""
+
+import asyncio
+import io
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+import uvicorn
+from rich.console import Console
+
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.errors import UserError
+from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.app import Served, application
+from arpo_megatron.serving.chat import chat
+from tests.engine.scripted import ScriptedEngine
+from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
+
+Start = Callable[[ScriptedEngine], ScriptedEngine]
+TOKEN = "secret"
+QUESTION: Any = [{"role": "user", "content": PROMPT}]
+WRITTEN = "".join(PLAN)
+
+
+@contextmanager
+def served(engine_url: str, sandbox_url: str, *, concurrency: int = 4) -> Iterator[str]:
+    """Serve an agent from a thread; yield its address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    servers: list[uvicorn.Server] = []
+    ready = threading.Event()
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
+            agent = Agent(session, engine_url, None, tools, LIMITS, CODEC, lambda messages: messages[-1]["content"])
+            app = application(Served(agent, "agent", Sampling(), TOKEN, concurrency))
+            servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
+            ready.set()
+            await servers[0].serve(sockets=[listening])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        servers[0].should_exit = True
+        thread.join(60)
+        listening.close()
+
+
+@pytest.fixture
+def address(scripted_engine: Start, sandbox_url: str) -> Iterator[str]:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
+    with served(engine.url, sandbox_url) as url:
+        yield url
+
+
+def client(address: str, key: str = TOKEN) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+
+
+def test_answer_has_the_text_of_the_model_and_the_steps_of_its_tools(address: str) -> None:
+    assert [model.id for model in client(address).models.list()] == ["agent"]
+    answer = client(address).chat.completions.create(model="agent", messages=QUESTION)
+    message = answer.choices[0].message
+    assert message.content == WRITTEN and answer.choices[0].finish_reason == "stop"
+    steps: Any = message.model_extra["tool_steps"] if message.model_extra else []
+    assert [(step["name"], step["arguments"]["code"], step["result"], step["status"]) for step in steps] == [
+        ("python", "1+1", "2", "ok"),
+        ("python", "2*2", "4", "ok"),
+    ]
+    assert answer.usage is not None and answer.usage.completion_tokens == len(WRITTEN) + 1  # and its end
+
+
+def test_stream_has_the_same_text_and_steps_in_their_order(address: str) -> None:
+    events: list[str] = []
+    for chunk in client(address).chat.completions.create(model="agent", messages=QUESTION, stream=True):
+        delta = chunk.choices[0].delta
+        if delta.content:
+            events.append(delta.content)
+        for step in getattr(delta, "tool_steps", None) or ():
+            events.append(f"[{step['result']}]")
+    first, second, last = PLAN
+    assert "".join(events) == f"{first}[2]{second}[4]{last}"
+    assert len(events) > 10, "text arrives while it is written"
+    assert chunk.choices[0].finish_reason == "stop"
+
+
+def test_limit_of_tokens_ends_the_answer(address: str) -> None:
+    answer = client(address).chat.completions.create(model="agent", messages=QUESTION, max_tokens=10)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (PLAN[0][:10], "length")
+
+
+def test_bad_requests_are_refused_with_a_reason(address: str) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        client(address, "other").models.list()
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role"):
+        client(address).chat.completions.create(model="agent", messages=[{"role": "robot", "content": "?"}])  # type: ignore[list-item]
+    with pytest.raises(openai.BadRequestError, match="the model's context has 1000"):
+        client(address).chat.completions.create(model="agent", messages=[{"role": "user", "content": "x" * 2000}])
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert "arpo_serve_errors_total 1\n" in httpx.get(f"{address}/metrics", headers=headers).text
+
+
+def test_request_above_the_limit_gets_429_and_a_dead_engine_503(scripted_engine: Start, sandbox_url: str) -> None:
+    slow = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text: 2.0))
+    with served(slow.url, sandbox_url, concurrency=1) as url:
+        first = client(url).chat.completions.create(model="agent", messages=QUESTION, stream=True)
+        next(iter(first))
+        with pytest.raises(openai.RateLimitError):
+            client(url).chat.completions.create(model="agent", messages=QUESTION)
+    with served("http://127.0.0.1:9", sandbox_url) as url:
+        assert httpx.get(f"{url}/health").status_code == 503
+        with pytest.raises(openai.InternalServerError):
+            client(url).chat.completions.create(model="agent", messages=QUESTION)
+
+
+def test_chat_shows_text_calls_and_results(address: str) -> None:
+    output, said = io.StringIO(), iter([PROMPT, None])
+    console = Console(file=output, width=200, highlight=False)
+    chat(f"{address}/v1", TOKEN, console=console, read=lambda: next(said))
+    shown = output.getvalue()
+    assert PLAN[2] in shown and "python ok in" in shown and "  | 2\n" in shown
+    with pytest.raises(UserError, match="does not answer as a chat server"):
+        chat(f"{address}/v1", "other", console=console, read=lambda: None)
