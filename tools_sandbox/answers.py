@@ -11,9 +11,10 @@ Status = Literal["ok", "error", "timeout", "refused"]
 """ok: the tool did its work. error: it ran and failed, or its arguments are wrong. timeout: its wall-clock or CPU time
 was over. refused: this service does not offer the tool."""
 
-Failure = Literal["none", "temporary", "lasting"]
+Failure = Literal["none", "temporary", "lasting", "blocked"]
 """Whether the tool gave no result because a service, the network or a provider failed; the call is not the cause.
-temporary: repeat the call. lasting: a repetition would fail, too, or might do twice what must be done once."""
+temporary: repeat the call. lasting: a repetition would fail, too, or might do twice what must be done once.
+blocked: no call of the tool succeeds until its operator acts (a wrong key, an empty account, a cap of requests)."""
 
 
 class ToolResult(NamedTuple):

@@ -122,6 +122,11 @@ class WebConfig:
     """Environment variable that holds the key, which serper and brave need. No file contains the key itself."""
     requests_per_s: Rate = 5.0
     """Highest rate of requests that this service sends, including retries."""
+    max_requests: Positive | None = None
+    """Most requests in all, including retries. Beyond that every call that needs one is answered with an error. None:
+    any number."""
+    count_path: Path | None = None
+    """File with the number of requests so far, relative to the configuration file. None: a restart begins at 0."""
     timeout_s: Seconds = 20.0
     """Time limit of one attempt in seconds."""
     retries: NotNegative = 3
@@ -171,6 +176,8 @@ class BrowseConfig:
 
     enabled: Flag = False
     """Offer the tool."""
+    base_url: str | None = None
+    """Address of a site, such as a mirror of an encyclopedia, that relative addresses of calls belong to."""
     allow_networks: tuple[str, ...] = ()
     """Networks in CIDR notation that may be read although they are not public, e.g. a mirror in an intranet."""
     deny_networks: tuple[str, ...] = ()
@@ -305,11 +312,13 @@ def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
         return None if path is None else folder / path
 
     sources = tuple(replace(source, path=folder / source.path) for source in config.search.sources)
-    session_dir = absolute(config.python.session_dir)
+    session_dir, web = absolute(config.python.session_dir), config.search.web
+    if web is not None:
+        web = replace(web, count_path=absolute(web.count_path))
     return replace(
         config,
         python=replace(config.python, session_dir=session_dir),
-        search=replace(config.search, sources=sources, index_path=absolute(config.search.index_path)),
+        search=replace(config.search, sources=sources, index_path=absolute(config.search.index_path), web=web),
         cache=replace(config.cache, sqlite_path=absolute(config.cache.sqlite_path)),
     )
 

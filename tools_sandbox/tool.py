@@ -24,18 +24,23 @@ _THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "tool")
 class ToolBroken(RuntimeError):  # noqa: N818 - a state
     """A service, the network or a provider failed; the call is not the cause. The failure is never cached.
 
-    lasting: a repetition of the call would fail, too, or might do twice what must be done once.
+    failure: see `answers.Failure`. blocked: why, for the operator; the answer of a blocked call has it.
     """
 
-    def __init__(self, message: str, *, lasting: bool = False) -> None:
+    def __init__(self, message: str, *, failure: Failure = "temporary", blocked: str = "") -> None:
         super().__init__(message)
-        self.lasting = lasting
+        self.failure: Failure = "blocked" if blocked else failure
+        self.blocked = blocked
 
 
 def broken_result(tool: str, error: ToolBroken | None = None) -> ToolResult:
-    """Return the result of a call that failed; the text has no details. None: the tool's code has raised an error."""
-    failure: Failure = "none" if error is None else "lasting" if error.lasting else "temporary"
-    return ToolResult("error", f"The {tool} tool failed; this is not the fault of the call.", failure=failure)
+    """Return the result of a call that failed. None: the tool's code has raised an error."""
+    text = f"The {tool} tool failed; this is not the fault of the call."
+    if error is None:
+        return ToolResult("error", text)
+    if error.blocked:
+        text = f"The {tool} tool is blocked: {error.blocked}."
+    return ToolResult("error", text, failure=error.failure)
 
 
 class Tool:

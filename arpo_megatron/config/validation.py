@@ -82,6 +82,12 @@ def _check_limits(config: "JobConfig") -> None:
     """Check that limits are for tools of the job, and that the engine can reach them."""
     rollout, evaluation = config.rollout, config.evaluation
     tools = ("search", "python") if rollout.tools is None else rollout.tools
+    needed = rollout.max_tool_tokens + rollout.answer_tokens
+    if "answer_now" in (rollout.at_limit, evaluation.at_limit) and needed >= rollout.max_response_tokens:
+        raise ValueError(
+            f"at_limit=answer_now keeps room for rollout.max_tool_tokens + rollout.answer_tokens = {needed}, which "
+            f"rollout.max_response_tokens={rollout.max_response_tokens} has not: lower one of them"
+        )
     for key, names in (
         ("rollout.max_calls_by_tool", rollout.max_calls_by_tool),
         ("rollout.refuse_repeated", rollout.refuse_repeated),

@@ -84,6 +84,7 @@ _FAILURES = {
     "EngineRefusedError": Outcome.REFUSED,
     "SandboxUnavailable": Outcome.TOOLS,
     "SandboxDenied": Outcome.TOOLS,
+    "ToolBlockedError": Outcome.TOOLS,
     "SandboxError": Outcome.TOOLS,
 }
 

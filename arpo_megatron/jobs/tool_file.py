@@ -25,6 +25,8 @@ _OWN_KEYS = (
 )
 """Section and key of the service that a key of section `sandbox` sets."""
 _PATHS = (("search", "index_path"), ("python", "session_dir"), ("cache", "sqlite_path"))
+_CACHE_FILE, _COUNT_FILE = "tool_answers.sqlite", "paid_requests"
+"""Names in the run directory: a resumed run continues with them."""
 _SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _WITH_KEY_VARIABLE = ("search.web", "browse.summary")
@@ -143,6 +145,9 @@ def _with_absolute_paths(values: Values, folder: Path) -> Values:
     for section, name in _PATHS:
         if values.get(section, {}).get(name) is not None:
             values[section][name] = str(folder / values[section][name])
+    web = values.get("search", {}).get("web") or {}
+    if web.get("count_path") is not None:
+        web["count_path"] = str(folder / web["count_path"])
     for source in values.get("search", {}).get("sources", ()):
         source["path"] = str(folder / source["path"])
 
@@ -165,5 +170,12 @@ def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str,
     search = values["search"]
     search.setdefault("index_path", "search/index")
     own = list(search.get("sources", ()))
+    if search.get("engine", "local") != "local":  # such an engine searches no corpus
+        sources = [source for source in sources if source["format"] == "arpo_cache"]
     search["sources"] = [*own, *(dict(source) for source in sources if dict(source) not in own)]
+    web = search.get("web") or {}
+    if web.get("max_requests") is not None:
+        web.setdefault("count_path", _COUNT_FILE)
+    if web or values.get("browse", {}).get("enabled"):
+        values.setdefault("cache", {}).setdefault("sqlite_path", _CACHE_FILE)
     return values

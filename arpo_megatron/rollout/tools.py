@@ -13,10 +13,14 @@ from types import TracebackType
 from typing import Self
 
 from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool, select_tools
-from tools_sandbox.client import AsyncSandboxClient, SandboxUnavailable, ToolAnswer
+from tools_sandbox.client import AsyncSandboxClient, SandboxError, SandboxUnavailable, ToolAnswer
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
+
+
+class ToolBlockedError(SandboxError):
+    """No call of a tool succeeds until its operator acts: the run must stop, or it loses every branch that calls it."""
 
 
 class ToolClient:
@@ -79,6 +83,7 @@ class ToolClient:
         Raises:
             SandboxUnavailable: the call failed for `retry_for_s` seconds, or a repetition is no use.
             SandboxDenied: the service does not accept the request.
+            ToolBlockedError: no call of the tool succeeds until its operator acts.
         """
         request_id = uuid.uuid4().hex
         give_up, pause_s = float("inf"), _FIRST_PAUSE_S
@@ -90,6 +95,8 @@ class ToolClient:
                 )
                 if answer.failure == "none":
                     return answer
+                if answer.failure == "blocked":
+                    raise ToolBlockedError(answer.text)
                 error = SandboxUnavailable(answer.text)
                 request_id = uuid.uuid4().hex  # the service would repeat its answer to the old one
             except SandboxUnavailable as unavailable:

@@ -21,7 +21,7 @@ import numpy as np
 
 from arpo_megatron.algorithms.replay.base import AddsTrees, ReplayBuffer
 from arpo_megatron.config import JobConfig, RolloutConfig
-from arpo_megatron.errors import StoppedError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -38,6 +38,7 @@ from arpo_megatron.rollout.messages import (
     StopTrees,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.tools import ToolBlockedError
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
 from arpo_megatron.trainer.scorer import TreeScorer
@@ -115,6 +116,7 @@ class TreeCollector:
         Raises:
             StaleEnginesError: engines need a push; a second call continues the step.
             StoppedError: the job is asked to end; `unfinished` has the step's trees.
+            UserError: a tool is blocked (`check_not_blocked`).
             RuntimeError: no tree is fit for training, after all refills.
         """
         current = self.current if self.current is not None and self.current.step == step else self._begin(step)
@@ -225,6 +227,7 @@ class TreeCollector:
         request = collect_request(self.config.rollout, TRAINING, count, current.step)
         report = self.rollouts.collect(request, self._progressed)
         for each in report.failed:
+            check_not_blocked(each)
             current.failure = each.reason
             self._log(f"the tree of {each.tree.task_id} was dropped: {each.reason}")
         for tool, reason in report.failed_calls.items():
@@ -293,6 +296,13 @@ class TreeCollector:
 
     def _log(self, text: str) -> None:
         self.events.emit("note", text=text)
+
+
+def check_not_blocked(failed: IncompleteTree) -> None:
+    """Raise UserError if the tree failed because a tool is blocked. A resumed run makes its call again."""
+    kind, _, reason = failed.reason.partition(": ")
+    if kind == ToolBlockedError.__name__:
+        raise UserError(f"{reason} Fix that, then continue the run with --resume")
 
 
 def collect_request(rollout: RolloutConfig, purpose: str, count: int, version: int) -> CollectTrees:

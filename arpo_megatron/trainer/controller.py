@@ -21,7 +21,7 @@ from arpo_megatron.rollout.record import UnfinishedTree, decode_records, encode_
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.tasks.tags.tools import tool_names
-from arpo_megatron.trainer.collector import TreeCollector, check_stop, report_progress
+from arpo_megatron.trainer.collector import TreeCollector, check_not_blocked, check_stop, report_progress
 from arpo_megatron.trainer.held_out import HeldOutResult
 from arpo_megatron.trainer.metrics import rollout_counters, rollout_metrics
 from arpo_megatron.trainer.scorer import TreeScorer
@@ -160,6 +160,7 @@ class Controller:
         self.evaluating = False
         self.rollouts.discard_collected(EVALUATION)
         for each in report.failed:
+            check_not_blocked(each)
             self.session.note(f"{each.tree.task_id} could not be evaluated and counts as wrong: {each.reason}")
         by_id = {task.id: task for task in tasks}
         scored = self.scorer.score(report.trees, [by_id[tree.task_id] for tree in report.trees], step=step)

@@ -45,6 +45,18 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     assert run.sandbox_user_file.read_text() == (own / "tools.yaml").read_text()
 
 
+def test_paid_search_continues_with_its_cache_and_count(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    engine = {"provider": "searxng", "url": "http://x/search", "max_requests": 100}
+    write_tool_config(write(tmp_path / "tools.yaml", search={"engine": "web", "web": engine}), run, CORPUS)
+    config = load_config(run.sandbox_config)
+    assert config.search.sources == ()  # the web is searched instead of the corpus
+    assert config.search.web is not None
+    assert config.search.web.count_path == run.path / "paid_requests"
+    assert config.cache.sqlite_path == run.path / "tool_answers.sqlite"
+
+
 def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     sandbox = write(tmp_path / "tools.yaml", workers=1)

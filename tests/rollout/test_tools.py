@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.models.tiny import generated_tokenizer, train_bpe
-from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.rollout.tools import ToolBlockedError, ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.tags.calls import result_text, result_tokens
 from arpo_megatron.utils.ports import free_ports
@@ -146,7 +146,7 @@ def test_http_errors_are_retried(failures: list[int], expected: tuple[str, str])
     assert (got.text, got.status) == expected
 
 
-@pytest.mark.parametrize(("failure", "repeated"), [("temporary", True), ("lasting", False)])
+@pytest.mark.parametrize(("failure", "repeated"), [("temporary", True), ("lasting", False), ("blocked", False)])
 def test_failure_of_a_provider_is_no_answer(failure: str, repeated: bool) -> None:
     ids = []
 
@@ -167,7 +167,7 @@ def test_failure_of_a_provider_is_no_answer(failure: str, repeated: bool) -> Non
         finally:
             await runner.cleanup()
 
-    with pytest.raises(SandboxUnavailable, match="HTTP 503"):
+    with pytest.raises(ToolBlockedError if failure == "blocked" else SandboxUnavailable, match="HTTP 503"):
         asyncio.run(run())
     assert len(ids) == len(set(ids))  # the service would repeat its answer to a known id
     assert (len(ids) > 1) == repeated

@@ -20,7 +20,7 @@ from tools_sandbox.answers import ToolResult
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, DenseConfig, SearchConfig, WebConfig
 from tools_sandbox.search.tool import SearchArguments, SearchTool
-from tools_sandbox.tool import ToolBroken
+from tools_sandbox.tool import ToolBroken, broken_result
 
 StartService = Callable[..., Any]
 
@@ -172,3 +172,42 @@ def test_empty_answer_differs_from_malformed_answer(engine: FakeEngine) -> None:
     assert search("nothing") == ToolResult("ok", "No results found.", negative=True)
     with pytest.raises(ToolBroken, match="another format"):
         search("odd")
+
+
+def test_cap_of_requests_holds_over_restarts_and_cached_answers_are_free(
+    engine: FakeEngine, start_service: StartService, tmp_path: Path
+) -> None:
+    paid = {"provider": "searxng", "url": f"{engine.url}/searxng", "max_requests": 3}
+    config = {
+        "search": {"engine": "web", "web": {**paid, "count_path": str(tmp_path / "count")}},
+        "cache": {"sqlite_path": str(tmp_path / "answers.sqlite")},
+        "workers": 1,
+    }
+    engine.requests.clear()
+    for queries, statuses in (("ab", ["ok", "ok"]), ("abcd", ["ok", "ok", "ok", "error"])):
+        service = start_service(config)
+        with SandboxClient(service.url) as client:
+            answers = [client.call("search", {"query": query}) for query in queries]
+        assert [answer.status for answer in answers] == statuses
+        service.process.terminate()
+        service.process.wait(60)
+    assert len(engine.requests) == 3
+    assert answers[-1].failure == "blocked"
+    assert answers[-1].text.startswith("The search tool is blocked: search.web.max_requests=3 is reached; ")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "failure"), [([503], "temporary"), ([404], "temporary"), ([402], "blocked"), ([429], "temporary")]
+)
+def test_failure_of_the_provider_is_marked(engine: FakeEngine, statuses: list[int], failure: str) -> None:
+    engine.failures = list(statuses)
+    with pytest.raises(ToolBroken) as raised:
+        search_in_process(
+            SearchConfig(engine="web", web=WebConfig("searxng", url=f"{engine.url}/searxng", retries=0)), "x"
+        )
+    engine.failures = [400]
+    web_config = WebConfig("searxng", url=f"{engine.url}/searxng", retries=0)
+    rejected = search_in_process(SearchConfig(engine="web", web=web_config), "x")
+    assert (rejected.status, rejected.failure) == ("error", "none"), "the query is at fault"
+    result = broken_result("search", raised.value)
+    assert (result.failure, "127.0.0.1" in result.text) == (failure, False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
-from arpo_megatron.errors import StoppedError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -61,6 +61,13 @@ def test_step_whose_trees_all_fail_ends_the_run_with_the_reason(collector: Start
     with pytest.raises(RuntimeError, match=r"no tree to train; dropped: 8 failed; the last failure: KeyError: 'x' \("):
         held.collect(0)
     assert rollouts.calls == ["start 4", "collect 4", "start 4", "collect 4"], "failed trees are replaced"
+
+
+def test_blocked_tool_ends_the_run_with_the_fix(collector: Start) -> None:
+    held, rollouts = collector()
+    rollouts.failure = "ToolBlockedError: The search tool is blocked: search.web.max_requests=3 is reached."
+    with pytest.raises(UserError, match=r"max_requests=3 is reached\. Fix that, then continue the run with --resume"):
+        held.collect(0)
 
 
 def test_repeated_push_does_not_pause_trees_again(collector: Start) -> None:

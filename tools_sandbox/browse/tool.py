@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from urllib.parse import urljoin
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,7 +77,8 @@ class BrowseTool(Tool):
             return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
 
     async def _read(self, url: str) -> str:
-        page = await fetch(url, self._config, self._policy, self._robots.permit if self._robots else None)
+        address = urljoin(self._config.base_url or "", url.strip())
+        page = await fetch(address, self._config, self._policy, self._robots.permit if self._robots else None)
         text, chars = await self._parser.parse(page, self._config.max_chars)
         if chars > len(text):
             return f"{text}\n[page cut: {chars} characters in all, the first {len(text)} are shown]"

@@ -104,9 +104,9 @@ class McpTool(Tool):
             if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
             problem = f"MCP server {self._server.name}: the connection ended in the middle of a call"
-            raise ToolBroken(problem, lasting=True) from error  # its effects are unknown
+            raise ToolBroken(problem, failure="lasting") from error  # its effects are unknown
         except Exception as error:  # the answer violates the protocol; other calls are not affected
-            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}", lasting=True) from error
+            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}", failure="lasting") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
 

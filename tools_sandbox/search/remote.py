@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from tools_sandbox.config import ConfigError, DenseConfig, WebConfig
-from tools_sandbox.utils.http_retry import RateLimit, RequestFailed, request_json
+from tools_sandbox.utils.http_retry import RateLimit, RequestBudget, RequestFailed, request_json
 
 
 class DenseEngine:
@@ -103,6 +103,9 @@ class WebEngine:
         self._url, self._headers = url, self._key_headers()
         self.fingerprint = f"web {config.provider} {url}"
         self._rate_limit = RateLimit(config.requests_per_s)
+        self._budget = None
+        if config.max_requests is not None:
+            self._budget = RequestBudget(config.max_requests, config.count_path)
         self._session: aiohttp.ClientSession | None = None
 
     def _key_headers(self) -> dict[str, str]:
@@ -136,6 +139,7 @@ class WebEngine:
             timeout_s=self._config.timeout_s,
             retries=self._config.retries,
             rate_limit=self._rate_limit,
+            budget=self._budget,
             **self._provider.request(query, k),
         )
         try:

@@ -14,6 +14,8 @@ from tools_sandbox.tool import Tool, ToolBroken, in_thread
 from tools_sandbox.utils.http_retry import RequestFailed
 
 NO_RESULTS = "No results found."
+_REJECTED = (400, 413, 414, 422)
+"""HTTP statuses of a provider that mean the query."""
 
 
 class SearchArguments(BaseModel):
@@ -113,7 +115,9 @@ class SearchTool(Tool):
             try:
                 pages = await self._engine.search(arguments.query, k)
             except RequestFailed as error:
-                raise ToolBroken(str(error), lasting=error.lasting) from error
+                if error.status in _REJECTED:
+                    return ToolResult("error", f"The search engine does not accept the query (HTTP {error.status}).")
+                raise ToolBroken(str(error), blocked=error.blocked) from error
         limit = self._config.snippet_chars
         lines = [f"Page {number}: {' '.join(page.split())[:limit]}" for number, page in enumerate(pages[:k], start=1)]
         return ToolResult("ok", "\n".join(lines)) if lines else ToolResult("ok", NO_RESULTS, negative=True)

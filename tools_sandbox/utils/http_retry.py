@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import random
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
+_BLOCKED = (401, 402, 403)
 
 
 class RequestFailed(RuntimeError):  # noqa: N818 - a state
     """The request failed, also after its retries. The message contains no keys.
 
-    lasting: a later request would fail, too: a wrong key, an empty account.
+    status: the last HTTP status that was not retried; None if there was none.
+    blocked: why no request succeeds until the operator acts; "" if that is not so. It contains no address.
     """
 
-    def __init__(self, message: str, *, lasting: bool = False) -> None:
+    def __init__(self, message: str, *, status: int | None = None, blocked: str = "") -> None:
         super().__init__(message)
-        self.lasting = lasting
+        self.status, self.blocked = status, blocked
+
+
+class RequestBudget:
+    """A cap of requests that holds over restarts. Services on one machine may share its file.
+
+    path: file with the number of requests so far; None: they are counted in memory.
+    """
+
+    def __init__(self, limit: int, path: Path | None) -> None:
+        self._limit, self._path, self._used = limit, path, 0
+
+    def spend(self) -> None:
+        """Count a request. Raises RequestFailed if the cap is reached, and OSError."""
+        if self._path is None:
+            self._check(self._used)
+            self._used += 1
+            return
+        with self._path.open("a+", encoding="ascii") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            used = int(file.read() or 0)
+            self._check(used)
+            file.truncate(0)
+            file.write(str(used + 1))
+
+    def _check(self, used: int) -> None:
+        if used >= self._limit:
+            where = "" if self._path is None else f"; {self._path} counts them"
+            reason = f"search.web.max_requests={self._limit} is reached{where}"
+            raise RequestFailed(reason, blocked=reason)
 
 
 class RateLimit:
@@ -46,16 +80,19 @@ async def request_json(
     timeout_s: float,
     retries: int,
     rate_limit: RateLimit | None = None,
+    budget: RequestBudget | None = None,
     **request: Any,
 ) -> Any:
     """Return the JSON of an answer. Retry after HTTP 429, 5xx and lost connections, and honour `Retry-After`.
 
     timeout_s: time limit of one attempt. request: keyword arguments of aiohttp's `request`. Raises RequestFailed.
     """
-    problem, lasting = "", False
+    problem, blocked, status = "", "", None
     for attempt in range(retries + 1):
         if rate_limit is not None:
             await rate_limit.wait()
+        if budget is not None:
+            budget.spend()
         pause_s = min(_FIRST_PAUSE_S * 2**attempt, _MAX_PAUSE_S) * random.uniform(0.75, 1.25)
         try:
             limit = aiohttp.ClientTimeout(total=timeout_s)
@@ -63,7 +100,10 @@ async def request_json(
                 if reply.status == 200:
                     return await reply.json(content_type=None)
                 problem = f"HTTP {reply.status}"
-                if lasting := reply.status != 429 and reply.status < 500:
+                if reply.status in _BLOCKED:
+                    blocked = f"the provider answers HTTP {reply.status}: check key and account"
+                if reply.status != 429 and reply.status < 500:
+                    status = reply.status
                     break
                 after = reply.headers.get("Retry-After", "")
                 if after.isdecimal():
@@ -74,4 +114,4 @@ async def request_json(
             problem = f"{type(error).__name__}: {error}"
         if attempt < retries:
             await asyncio.sleep(pause_s)
-    raise RequestFailed(f"{url}: {problem}", lasting=lasting)
+    raise RequestFailed(f"{url}: {problem}", status=status, blocked=blocked)

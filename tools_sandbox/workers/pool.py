@@ -98,7 +98,7 @@ class WorkerPool:
                 raise ToolBroken(f"{tool}: its worker cancelled the call")
             return result
         if not repeatable:
-            raise ToolBroken(f"{tool}: its worker died", lasting=True)
+            raise ToolBroken(f"{tool}: its worker died", failure="lasting")
         log.error("a call has lost two workers", extra={"tool": tool})
         return broken_result(tool)  # most likely the call is the cause: an error that the model reads
 
