@@ -211,6 +211,8 @@ class McpServerConfig:
     """Arguments of the program."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER. It inherits no others."""
+    env_from: tuple[str, ...] = ()
+    """Names of variables that it inherits from the service's environment, such as a key. Each must be set."""
     tools: tuple[str, ...] | None = None
     """Names of its tools that are offered. None: all."""
     cache: Flag = False

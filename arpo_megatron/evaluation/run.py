@@ -251,6 +251,7 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
     """Start the services of an agent, and yield it."""
     from arpo_megatron.jobs.inputs import write_tool_files
     from arpo_megatron.launch.services import Job, services, tool_service
+    from arpo_megatron.launch.tool_check import check_tools
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
     target, config, out, tools = evaluation.target, evaluation.config, evaluation.out, evaluation.tools
@@ -259,6 +260,9 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
         return
     for note in write_tool_files(config, out, prompted.data):
         evaluation.log(note)
+    if tools is not Tools.NONE:
+        for note in check_tools(config, out):
+            evaluation.log(note)
     with Supervisor(out.logs) as supervisor:
         if target.kind is TargetKind.SERVER:
             from arpo_megatron.evaluation.agents.server import ServerAgent

@@ -115,7 +115,7 @@ def _fix(where: str, name: str) -> str:
         variable = f"{section.rpartition('.')[2].upper()}_API_KEY"
         return f"Put it into the environment as {variable}, and write {section}.key_variable: {variable}"
     if where.startswith("mcp."):
-        return "Let the server read it from a file of its own"
+        return f"Put it into the environment, and name its variable in {'.'.join(where.split('.')[:2])}.env_from"
     return f"Let the tool read the environment variable {name.upper()}"
 
 

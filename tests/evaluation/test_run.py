@@ -390,6 +390,10 @@ def test_table_has_published_and_measured_rows(files: Path, tmp_path: Path) -> N
             {"target": "http://127.0.0.1:9", "model": "m", "tools": Tools.NONE},
             r"^cannot connect to http://127.0.0.1:9",
         ),
+        (
+            {"target": "http://127.0.0.1:9", "model": "m", "overrides": ("rollout.tools=[python,browse]",)},
+            r"^rollout\.tools: the tool service does not offer 'browse'; it offers python$",
+        ),
     ],
 )
 def test_user_error_is_one_line(files: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:

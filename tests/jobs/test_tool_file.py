@@ -81,7 +81,10 @@ def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None
         ({"search": {"web": {"provider": "serper", "key_variable": "s3cret"}}}, ["search.web.key_variable"]),
         ({"browse": {"summary": {"api_key": "s3cret"}}}, ["browse.summary.key_variable: SUMMARY_API_KEY"]),
         ({"plugins": [{"name": "x", "options": {"token": "s3cret"}}]}, ["plugins.0.options.token", "variable TOKEN"]),
-        ({"mcp": {"a": {"command": "x", "env": {"GITHUB_TOKEN": "s3cret"}}}}, ["mcp.a.env.GITHUB_TOKEN"]),
+        (
+            {"mcp": {"a": {"command": "x", "env": {"GITHUB_TOKEN": "s3cret"}}}},
+            ["env.GITHUB_TOKEN", "mcp.a.env_from"],
+        ),
     ],
 )
 def test_unusable_file_is_refused_in_one_line(tmp_path: Path, values: dict[str, Any], parts: list[str]) -> None:

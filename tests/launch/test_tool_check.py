@@ -43,6 +43,12 @@ def test_service_that_does_not_start_names_the_file(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_unset_variable_of_an_mcp_server_is_named(tmp_path: Path) -> None:
+    mcp = {"pages": {**SERVER, "env_from": ["NO_SUCH_KEY"]}}
+    with pytest.raises(UserError, match=r"mcp\.pages\.env_from: the environment variable NO_SUCH_KEY is not set$"):
+        check(tmp_path, None, mcp=mcp)
+
+
 CHECK = """
 import sys
 from arpo_megatron.errors import UserError

@@ -61,7 +61,8 @@ def test_unusable_mcp_server_is_a_config_error(server: McpServerConfig, parts: l
 
 def test_mcp_tools_are_checked_and_survive_server_death(start_service: StartService) -> None:
     secret = {"TOOLS_SANDBOX_TOKEN": "open sesame", "WANDB_API_KEY": "k"}
-    service = start_service({"mcp": {"arithmetic": {**SERVER, "env": {"GIVEN": "1"}}}}, env=secret)
+    inherited = {"env": {"GIVEN": "1"}, "env_from": ["PAGES_KEY"]}
+    service = start_service({"mcp": {"arithmetic": {**SERVER, **inherited}}}, env={**secret, "PAGES_KEY": "p"})
     with SandboxClient(service.url, token="open sesame") as client:
         assert client.call("add", {"a": 2, "b": 3}).text == "5"
         wrong = client.call("add", {"a": "two"})
@@ -74,7 +75,7 @@ def test_mcp_tools_are_checked_and_survive_server_death(start_service: StartServ
         assert (ended.status, "not the fault" in ended.text) == ("error", True)
         assert client.call("add", {"a": 20, "b": 30}, timeout_s=60).text == "50"  # by a restarted server
         names = set(client.call("environment", {}).text.split())
-        assert "GIVEN" in names
+        assert {"GIVEN", "PAGES_KEY"} <= names
         assert not names & set(secret)
     family = service.family()
     service.process.terminate()

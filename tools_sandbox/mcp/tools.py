@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import mcp
-from mcp.client.stdio import get_default_environment
 from mcp.types import CONNECTION_CLOSED, TextContent
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import ConfigError, McpServerConfig
-from tools_sandbox.mcp.transport import server_process
+from tools_sandbox.mcp.transport import server_environment, server_process
 from tools_sandbox.tool import Tool, ToolBroken
 
 log = logging.getLogger("tools_sandbox")
@@ -134,7 +134,9 @@ async def connect(servers: Mapping[str, McpServerConfig]) -> list[Tool]:
 
 
 async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
-    path = (get_default_environment() | config.env).get("PATH")
+    if unset := [variable for variable in config.env_from if variable not in os.environ]:
+        raise ConfigError(f"mcp.{server.name}.env_from: the environment variable {unset[0]} is not set")
+    path = server_environment(config).get("PATH")
     if shutil.which(config.command, path=path) is None:
         raise ConfigError(f"mcp.{server.name}: {config.command} does not start: there is no such program")
     try:

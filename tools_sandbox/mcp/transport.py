@@ -34,6 +34,12 @@ _Outgoing = MemoryObjectReceiveStream[SessionMessage]
 _Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
 
 
+def server_environment(config: McpServerConfig) -> dict[str, str]:
+    """Return the environment variables of a server; those of `env_from` that are not set are left out."""
+    inherited = {name: os.environ[name] for name in config.env_from if name in os.environ}
+    return get_default_environment() | inherited | config.env
+
+
 @asynccontextmanager
 async def server_process(name: str, config: McpServerConfig, ended: asyncio.Event) -> AsyncIterator[_Streams]:
     """Run a server inside the block and yield the streams of its messages. Raises OSError if it cannot be started.
@@ -46,7 +52,7 @@ async def server_process(name: str, config: McpServerConfig, ended: asyncio.Even
         *config.args,
         stdin=PIPE,
         stdout=PIPE,
-        env=get_default_environment() | config.env,
+        env=server_environment(config),
         limit=_LINE_BYTES,
         # A group of its own, which is ended as a whole.
         start_new_session=True,
