@@ -11,8 +11,8 @@ block, the smallest and largest `key_end`.
 Both tests are exact for any ascending list of queries: a whole pack, a pack with inherited keys, or the query blocks of
 one context-parallel rank.
 
-Lengths are padded to a few sizes because the kernel is compiled once per pair of lengths. Blocks of padding are empty
-and skipped; padded rows of the output are zeros.
+Lengths are padded to a few pairs of sizes because the kernel is compiled once per pair; ranks of a machine share the
+compiler's cache. Blocks of padding are empty and skipped; padded rows of the output are zeros.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_length
+from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_lengths
 
 COMPILED_LENGTHS = 256
 """Largest number of compiled kernels: one per pair of padded lengths, with and without gradient."""
@@ -65,7 +65,7 @@ def block_classes(key_end: _Positions, query_positions: _Positions) -> tuple[NDA
         The full and the partial blocks, bool[query blocks, key blocks] of the padded lengths; all others are empty.
     """
     n, q = len(key_end), len(query_positions)
-    rows, columns = padded_length(q) // ATTENTION_BLOCK, padded_length(n) // ATTENTION_BLOCK
+    rows, columns = (length // ATTENTION_BLOCK for length in padded_lengths(q, n))
     starts = np.arange(columns) * ATTENTION_BLOCK
     # Padding keys belong to no subtree; padding queries stand at -1, before every key.
     end = np.zeros(columns * ATTENTION_BLOCK, np.int64)

@@ -61,7 +61,6 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("TFLOP/s", _number("trainer/tflops", ".3g")),
     ("MFU", _number("trainer/mfu", ".1%")),
     ("GB", _number("memory_peak_gb", ".1f")),
-    ("format", lambda row: str(row.get("number_format", "-"))),
     ("seconds by phase", _seconds),
 )
 """Title and content of each column; a row is what `MetricsLog.log` receives, and a missing value is shown as "-"."""
@@ -93,6 +92,7 @@ def duration(seconds: float) -> str:
 def step_line(row: Row, left_s: float | None = None) -> str:
     """Return the short line of a finished step, with the expected seconds that are left if `left_s` is not None."""
     fields = [f"{title} {text}" for title, content in COLUMNS if title in _SHORT and (text := content(row)) != "-"]
+    fields += [row["number_format"]] if "number_format" in row else []
     fields += [duration(seconds)] if (seconds := step_seconds(row)) else []
     return " | ".join(fields + ([f"{duration(left_s)} left"] if left_s else []))
 

@@ -317,3 +317,18 @@ def padded_length(length: int) -> int:
     """
     step = max(ATTENTION_BLOCK, 1 << max(0, (length - 1).bit_length() - 2))
     return max(1, -(-length // step)) * step
+
+
+def padded_lengths(queries: int, keys: int) -> tuple[int, int]:
+    """Return the padded lengths of queries and keys: the queries have 1, 1/2, 1/4 or 1/8 of the keys' length.
+
+    The lengths depend on each other so that few pairs occur, each of which takes seconds to compile.
+
+    Args:
+        queries: at most `keys`; fewer in a pack that inherits keys, and on a context-parallel rank.
+        keys: positive.
+    """
+    length = padded = padded_length(keys)
+    while length >= 2 * max(queries, ATTENTION_BLOCK) and not length % (2 * ATTENTION_BLOCK) and 8 * length > padded:
+        length //= 2
+    return length, padded

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec, MoESpec
-from arpo_megatron.packing.layout import padded_length
+from arpo_megatron.packing.layout import padded_lengths
 
 if TYPE_CHECKING:
     from arpo_megatron.actor.attention_plan import AttentionPlan
@@ -192,7 +192,7 @@ def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
     """Return FlexAttention's bytes: padded queries, keys and values, the output, normalisers and maximal scores."""
-    padded, keys = padded_length(ceil(tokens.queries)), padded_length(ceil(tokens.keys))
+    padded, keys = padded_lengths(ceil(tokens.queries), ceil(tokens.keys))
     return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 

@@ -18,8 +18,10 @@ from arpo_megatron.actor.flex_attention import (
     flex_plan,
     flex_tree_attention,
 )
-from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_length
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_length, padded_lengths
 from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.plan.synthetic_trees import MIXES
 from tests.actor import cases
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a gradient on CUDA only")
@@ -53,7 +55,7 @@ def test_block_classes_equal_those_of_the_dense_mask(plan):
     key_end, positions = plan
     if not len(positions):
         return
-    whole = np.zeros((padded_length(len(positions)), padded_length(len(key_end))), bool)
+    whole = np.zeros(padded_lengths(len(positions), len(key_end)), bool)
     whole[: len(positions), : len(key_end)] = dense_mask(key_end, positions)
     blocks = whole.reshape(len(whole) // ATTENTION_BLOCK, ATTENTION_BLOCK, -1, ATTENTION_BLOCK).transpose(0, 2, 1, 3)
     full, partial = block_classes(key_end, positions)
@@ -133,6 +135,25 @@ def test_padded_lengths_are_two_per_octave():
     assert (padded < 1.5 * lengths + ATTENTION_BLOCK).all()
     assert len(set(padded)) == 15
     assert all(padded_length(int(n)) == n for n in set(padded))
+
+
+@given(data=st.data(), keys=st.integers(1, 40000))
+def test_padded_queries_are_a_share_of_the_padded_keys(data, keys):
+    queries = data.draw(st.integers(1, keys))
+    padded, keys_padded = padded_lengths(queries, keys)
+    assert keys_padded == padded_length(keys)
+    assert padded >= queries
+    assert not padded % ATTENTION_BLOCK
+    assert keys_padded in (padded, 2 * padded, 4 * padded, 8 * padded)
+
+
+def test_cut_trees_compile_few_kernels():
+    """Trees with long tool results, cut into many packs, which inherit keys of many lengths."""
+    trees = [MIXES["deep_search"].tree(number, 1000) for number in range(12)]
+    packs = pack_trees(trees, supervised_credit(trees), token_budget=4096)
+    pairs = [(len(pack), len(pack.subtree_end)) for pack in packs]
+    assert len({(padded_length(queries), padded_length(keys)) for queries, keys in pairs}) > 20
+    assert len({padded_lengths(*pair) for pair in pairs}) <= 18
 
 
 def test_tree_computes_few_masked_pairs():

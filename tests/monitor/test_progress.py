@@ -22,6 +22,7 @@ STEP = {
     "cached_prompt_share": 0.63,
     "logprob_gap": 2.1e-5,
     "tokens_per_s": 812.4,
+    "number_format": "fp8 blockwise (emulated)",
     "seconds/rollout": 3.12,
     "seconds/reward": 0.001,
     "seconds/update": 2.0,
@@ -48,7 +49,8 @@ def test_progress_prints_plain_lines_without_a_terminal() -> None:
         "prepare",
         "run directory runs/x [seed 1]",
         "cold start: update 10/300, loss 1.250, 4 s",
-        "step 3/40 | reward 0.613 | success 55.0% | log-prob gap 2.1e-05 | 5.1 s | 3:09 min left",
+        "step 3/40 | reward 0.613 | success 55.0% | log-prob gap 2.1e-05 | fp8 blockwise (emulated) | "
+        "5.1 s | 3:09 min left",
         "held-out success after training: 86.1%",
     ]
     assert "\x1b" not in output.getvalue()

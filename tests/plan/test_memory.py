@@ -67,9 +67,9 @@ def test_parameter_counts_match_model_pages(name: str) -> None:
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[dict[str, float]]]:
     """Measurements for ranks of many layouts, one after the other in one process."""
-    script = Path(__file__).with_name("rank_memory.py")
     done = subprocess.run(
-        [sys.executable, script, "counted", "held", "kept"],
+        [sys.executable, "-m", "tests.plan.rank_memory", "counted", "held", "kept"],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=580,
