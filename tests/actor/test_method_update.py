@@ -61,7 +61,7 @@ def test_gradient_equals_that_of_the_flattened_trajectories(budget):
 
     batch = Batch(packs, forest, advantages)
     ready = finish_credit(actor, batch, old.logprobs, actor.config, on_policy=False, entropies=old.entropies)
-    stats = actor._stats(actor.accumulate(ready.packs, ready.old_logprobs, ready.loss), 0.0, skipped=False)
+    stats = actor._stats(actor.accumulate(ready.packs, ready.old_logprobs, ready.loss))
     assert stats.loss == pytest.approx(float(exact.detach()), rel=1e-4, abs=5e-6)  # float32 terms of both signs
     assert stats.clip_high_share > 0 and stats.clip_low_share > 0
     cases.assert_gradients(actor, now)

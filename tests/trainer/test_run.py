@@ -68,7 +68,7 @@ def test_progress_has_the_mean_entropy_of_earlier_steps(tmp_path: Path) -> None:
 
 
 def test_failed_export_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **_options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("arpo_megatron.trainer.run.export_hf", full)
