@@ -1,5 +1,6 @@
 """`arpo doctor`: check this machine, a recipe's files, and a cluster from its login node."""
 
+from arpo_megatron.cluster.mounts import inputs_of, outside_of_mounts
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.slurm_checks import cluster_checks
 from arpo_megatron.cluster.submit import prepare_submission
@@ -61,4 +62,9 @@ def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckRes
     forecast, layout = submission.forecast, submission.layout
     if forecast is not None and not forecast.fits:
         return failure("recipe", f"{config.name} does not fit: {forecast.reason}", "arpo plan shows layouts that do")
+    if submission.too_late:
+        return failure("recipe", submission.too_late, "or expect that steps are repeated after each job")
+    if hidden := outside_of_mounts(config, profile):
+        where = inputs_of(config)[hidden[0]]
+        return failure("recipe", f"the container does not see {hidden[0]}={where}", "add its directory to `mounts`")
     return ok("recipe", f"{config.name} on {layout.nodes} node(s): {'; '.join(layout.describe())}")

@@ -9,9 +9,11 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `submit` | recipe, profile and code -> nemo-run -> sbatch |
 | `files_before` | the files of a run before a submission |
 | `packager` | the archive of the code that nemo-run sends with the job |
+| `submission` | a job that is ready to be submitted |
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
 | `commands` | `arpo eval` and `arpo export` as jobs of their own |
 | `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
+| `mounts` | paths on the nodes and in the container |
 | `restarts` | whether a failed job starts again, and without which node |
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |

@@ -42,6 +42,8 @@ MAKE_SCRATCH = (
 directory of another user is refused."""
 _SHORT_S = 30.0
 _ALIVE_S = 20.0
+OWN_VARIABLES = {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"}
+"""Variables of every process of a submitted job."""
 KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
 """Slurm's variables to keep. The others describe the supervisor's step, and srun would take them as options."""
 
@@ -169,6 +171,7 @@ class SlurmBackend:
             f"--ntasks-per-node={tasks_per_node}",
             f"--nodelist={','.join(node.name for node in nodes)}",
             *gpu_options(self.profile, self.layout),
+            *self.profile.srun_args,
             *(self._container() if inside else ()),
             *("bash", "-c", task, "arpo", *command),
         ]
@@ -202,10 +205,16 @@ class SlurmBackend:
             return []
         # The code is in the run directory too. Every step has its own /tmp, so sockets are in the scratch directory.
         mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in (self.run.path, self._scratch))]
+        # pyxis unpacks the image once for a name: the doctor's step does it on every node, and later steps use that.
+        # The image's ENV would win over variables that are not named here.
+        names = sorted({*OWN_VARIABLES, *self.profile.environment, *self.profile.secrets})
         return [
             f"--container-image={self.profile.container}",
+            f"--container-name=arpo-{self.job_id}",
             f"--container-mounts={','.join(mounts)}",
             f"--container-workdir={Path.cwd()}",
+            f"--container-env={','.join(names)}",
+            "--no-container-mount-home",
         ]
 
     def _node(self, role: str) -> Node:

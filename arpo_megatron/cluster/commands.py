@@ -17,8 +17,9 @@ from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import SERVICE, SlurmBackend, drop_slurm_variables
 from arpo_megatron.cluster.code_snapshot import snapshot
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile, save_profile
+from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.cluster.submissions import record_command
-from arpo_megatron.cluster.submit import Submission, submit_one
+from arpo_megatron.cluster.submit import submit_one
 from arpo_megatron.cluster.supervise import read_secrets, report, retry
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
-from arpo_megatron.config.fields import NonNegative, Positive
+from arpo_megatron.config.fields import NonNegative, Positive, PositiveFloat
 from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.plan import GPUS, Hardware
@@ -48,6 +48,8 @@ _REFUSED = {
     "wait": "arpo submit does not wait for the end of the job",
 }
 """Parameters of sbatch that `sbatch` must not set, with the reason or the key to use."""
+_OWN_OPTIONS = ("--container", "--no-container", "--nodes", "--ntasks", "--nodelist", "--overlap", "--job-name")
+"""Beginnings of the options of srun that `SlurmBackend.step` sets."""
 _NOT_SHORT = frozenset({"gpus"})
 """Parameters that do not abbreviate another one. (sbatch accepts the beginning of a parameter's name.)"""
 
@@ -76,6 +78,8 @@ class ClusterProfile:
     """How to request GPUs: --gpus-per-node=N, --gres=gpu:N, or not at all (for clusters that allocate whole nodes)."""
     gpu_type: str | None = None
     """GPU type in a request (h100: --gres=gpu:h100:8)."""
+    srun_args: tuple[str, ...] = ()
+    """Further options of every srun of the job (--mpi=none, --network=...)."""
     exclusive: bool = True
     """Allocate whole nodes."""
     mem: str | None = "0"
@@ -83,6 +87,8 @@ class ClusterProfile:
     signal_s: Positive = 300
     """Seconds before the time limit at which the job saves and ends. It must be longer than a training step and a
     checkpoint, and shorter than `time`. Slurm's signal may come up to a minute earlier."""
+    checkpoint_gb_s: PositiveFloat = 2.0
+    """GB per second at which a job writes a checkpoint to `runs`, for the check of `signal_s`."""
     ssh: str | None = None
     """[USER@]HOST[:PORT] or ~/.ssh/config alias of a login node. `arpo` commands with this `--cluster` run there, with
     the local code. All other paths and variables are those of the login node, and `python` is required.
@@ -104,7 +110,8 @@ class ClusterProfile:
     container_python: str = "python"
     """Python inside the container."""
     mounts: tuple[str, ...] = ()
-    """FROM:TO mounts of the container. The run directory is always mounted."""
+    """FROM:TO mounts of the container. Paths of the config are those of the nodes; where they lie in a mount, its
+    other side replaces them in the container. The run directory is always mounted, the home directory is not."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables for all processes (NCCL_SOCKET_IFNAME, HF_HOME, ...). They are in the batch script, so they
     must not be secrets."""
@@ -184,6 +191,8 @@ class ClusterProfile:
                 raise ValueError(f"trusted_networks: {error}: write a network as 10.1.0.0/16") from None
         if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
             raise ValueError(f"mounts: {wrong[0]!r} does not have the form FROM:TO")
+        if wrong := [each for each in self.srun_args if not each.startswith("--") or each.startswith(_OWN_OPTIONS)]:
+            raise ValueError(f"srun_args: {wrong[0]} is not an option, or one that the job sets itself")
         for name, text in _texts(self):
             if not text.isprintable():
                 raise ValueError(f"{name}: {text!r} has a character that cannot be in a batch script")

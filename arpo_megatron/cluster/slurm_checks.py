@@ -1,5 +1,6 @@
 """Checks of a cluster against its profile, from the login node."""
 
+import getpass
 import os
 import re
 import shutil
@@ -20,9 +21,14 @@ def cluster_checks(profile: ClusterProfile) -> list[Check]:
     checks: list[tuple[str, Callable[[ClusterProfile], CheckResult]]] = [
         ("slurm", check_slurm),
         ("partition", check_partition),
+        ("account", check_account),
+        ("qos", check_qos),
         ("gres", check_gres),
         ("preemption", check_preemption),
         ("runs", check_runs),
+        ("image", check_image),
+        ("mounts", check_mounts),
+        ("job python", check_job_python),
         ("secrets", check_secrets),
     ]
     return [("nemo-run", check_nemo_run), *((name, lambda check=check: check(profile)) for name, check in checks)]
@@ -58,6 +64,78 @@ def check_partition(profile: ClusterProfile) -> CheckResult:
     if limit not in _UNLIMITED and not 0 < slurm.seconds(profile.time) <= slurm.seconds(limit):  # 0: without a limit
         return failure("partition", f"{text}, less than time={profile.time}", "lower `time`, and submit with --chain N")
     return ok("partition", text)
+
+
+def check_account(profile: ClusterProfile) -> CheckResult:
+    """Check that the partition accepts the account and that the user belongs to it."""
+    shown = _partition(profile, "%a")
+    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    for key, bad in (("AllowAccounts", False), ("DenyAccounts", True)):
+        found = re.search(rf"{key}=(\S+)", partition)
+        listed = found[1].split(",") if found else []
+        if listed and listed != ["ALL"] and (profile.account in listed) is bad:
+            text = f"the partition does not accept {profile.account} ({key}={','.join(listed)})"
+            return failure("account", text, "set another `account` or `partition`")
+    if not _has_accounting():
+        return ok("account", f"{profile.account}; the cluster keeps no accounts")
+    user = getpass.getuser()
+    wanted = (f"user={user}", f"account={profile.account}", "format=account")
+    if not slurm.call("sacctmgr", "-nP", "show", "assoc", *wanted).strip():
+        fix = "sacctmgr show assoc user=$USER lists yours"
+        return failure("account", f"{user} does not belong to {profile.account}", fix)
+    return ok("account", profile.account)
+
+
+def check_qos(profile: ClusterProfile) -> CheckResult:
+    """Check that the quality of service exists, the partition accepts it, and it allows the time limit."""
+    if profile.qos is None:
+        return ok("qos", "the default")
+    shown = _partition(profile, "%a")
+    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    found = re.search(r"AllowQos=(\S+)", partition)
+    if found and found[1] not in ("ALL", "N/A") and profile.qos not in found[1].split(","):
+        return failure("qos", f"the partition accepts {found[1]}, not {profile.qos}", "set another `qos`")
+    if not _has_accounting():
+        return warning("qos", f"{profile.qos} cannot be checked: the cluster keeps no accounts", "remove `qos`")
+    limit = slurm.call("sacctmgr", "-nP", "show", "qos", profile.qos, "format=name,maxwall").strip()
+    if not limit:
+        return failure("qos", f"{profile.qos} does not exist", "sacctmgr show qos lists them")
+    wall = limit.partition("|")[2]
+    if wall and not 0 < slurm.seconds(profile.time) <= slurm.seconds(wall):
+        return failure("qos", f"{profile.qos} allows {wall}, less than time={profile.time}", "lower `time`")
+    return ok("qos", profile.qos)
+
+
+def check_image(profile: ClusterProfile) -> CheckResult:
+    """Check that the container image exists, unless it comes from a registry."""
+    image = profile.container
+    if image is None:
+        return ok("image", "no container")
+    if not image.startswith("/"):
+        return ok("image", f"{image}, which the nodes fetch")
+    if not Path(image).is_file():
+        return failure("image", f"{image} does not exist", "set `container` to an image on the shared filesystem")
+    return ok("image", image)
+
+
+def check_mounts(profile: ClusterProfile) -> CheckResult:
+    """Check that the host sides of the mounts exist and that no container side hides another."""
+    sides = [mount.split(":")[:2] for mount in profile.mounts]
+    if twice := [inside for number, (_, inside) in enumerate(sides) if inside in {b for _, b in sides[:number]}]:
+        return failure("mounts", f"two mounts end at {twice[0]}", "give each mount its own place in the container")
+    if missing := [outside for outside, _ in sides if not Path(outside).exists()]:
+        return failure("mounts", f"{missing[0]} does not exist here", "create it, or remove it from `mounts`")
+    return ok("mounts", ", ".join(profile.mounts) or "the run directory")
+
+
+def check_job_python(profile: ClusterProfile) -> CheckResult:
+    """Check that the Python of the supervisor exists."""
+    if profile.python is None:
+        return ok("job python", "this one")
+    if not os.access(python := profile.python.expanduser(), os.X_OK):
+        fix = "set `python` to that of a venv on the shared filesystem"
+        return failure("job python", f"{python} is not an executable file here", fix)
+    return ok("job python", str(python))
 
 
 def check_gres(profile: ClusterProfile) -> CheckResult:
@@ -138,6 +216,11 @@ def _partition(profile: ClusterProfile, fields: str) -> list[list[str]]:
     rows = [line.split("|") for line in slurm.call("sinfo", "-h", "-o", f"%P|{fields}", *where).splitlines() if line]
     # sinfo marks the default partition with a star.
     return [[name.rstrip("*"), *rest] for name, *rest in rows if profile.partition or name.endswith("*")]
+
+
+def _has_accounting() -> bool:
+    kind = _setting(slurm.call("scontrol", "show", "config"), "AccountingStorageType")
+    return kind not in ("", "accounting_storage/none") and shutil.which("sacctmgr") is not None
 
 
 def _setting(config: str, name: str) -> str:

@@ -7,19 +7,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.backend import gpu_options
+from arpo_megatron.cluster.backend import OWN_VARIABLES, gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.files_before import FilesBefore
+from arpo_megatron.cluster.mounts import in_container, on_host
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.runs import address, wait_until_ended
+from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.cluster.submissions import no_longer_auto, submissions_of
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
@@ -28,7 +30,7 @@ from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.plan import Plan, plan
+from arpo_megatron.plan import plan
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
@@ -44,55 +46,6 @@ UNSAFE = re.compile(r"[^A-Za-z0-9_@+=./-]")
 or mounts (,)."""
 WAIT_FOR_SRUN = "trap : TERM USR1"
 """Line of the batch script. On a signal, the shell then waits for the end of the supervisor, which receives it too."""
-_OWN_VARIABLES = {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A job that is ready to be submitted."""
-
-    config: JobConfig
-    """Config with the run directory, engine placement and weight transport for this number of nodes."""
-    profile: ClusterProfile
-    layout: NodeLayout
-    run: RunDirectory
-    chain: int = 1
-    """Number of jobs to queue; each continues the one before."""
-    forecast: Plan | None = None
-    """Expected memory and time; None without `ClusterProfile.hardware`."""
-    resume: bool = False
-    """Whether the run exists already."""
-    auto: tuple[str, ...] = ()
-    """Keys that were `auto` before the number of nodes was known."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of the job's first process (`cluster/__main__.py`)."""
-    command: str = ""
-    """Command that the job runs instead of the training (`commands.py`)."""
-    after: tuple[str, ...] = ()
-    """Jobs that must have ended before this one starts."""
-
-    @property
-    def job_name(self) -> str:
-        """Name for Slurm. All jobs that train a run have one, so `--dependency=singleton` runs one at a time."""
-        return f"arpo-{self.run.path.name}{f'-{self.command}' if self.command else ''}"
-
-    @property
-    def logs(self) -> Path:
-        """Directory of the job's output."""
-        return self.run.logs / self.command
-
-    def record(self, jobs: Sequence[str], job_name: str, code: Code | None = None) -> dict[str, Any]:
-        """Return the record of the submission of `jobs` with `code` (None: unknown), as `submissions_of` reads it."""
-        return {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "jobs": list(jobs),
-            "job_name": job_name,
-            "commit": code.commit if code else "unknown",
-            "tree": code.tree if code else None,
-            "changed": code is not None and bool(code.diff),
-            "layout": asdict(self.layout),
-            "auto": list(self.auto),
-        }
 
 
 def prepare_submission(
@@ -117,6 +70,7 @@ def prepare_submission(
     Raises:
         UserError: the job does not fit the nodes, there is no run to resume, or a path cannot be in a batch script.
     """
+    config = in_container(config, profile)
     layout = lay_out_nodes(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
     before, config = config, _with_transport(with_placement(config, layout), layout)
     auto = no_longer_auto(before, config)
@@ -129,7 +83,7 @@ def prepare_submission(
     _check_path("python:", _python(profile))
     config = replace(config, run_dir=path)
     hardware = profile.hardware(config)
-    forecast = None if hardware is None else plan(config, hardware)
+    forecast = None if hardware is None else plan(on_host(config, profile), hardware)
     arguments = (ONLY_SFT,) if only_sft else ()
     return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto, arguments)
 
@@ -174,10 +128,12 @@ def dry_run(submission: Submission) -> str:
         share = f"{forecast.peak_bytes / GIB:.1f} of {forecast.hardware.memory / GIB:.1f} GiB"
         lines.append(f"# arpo plan: {share} of a GPU, {forecast.seconds:.0f} s a step")
         lines += [f"# warning: {warning}" for warning in forecast.warnings]
+        if submission.too_late:
+            lines.append(f"# arpo submit would refuse it: {submission.too_late}")
         if not forecast.fits:
             lines.append(f"# arpo submit would refuse it: {forecast.reason}")
     try:
-        check_files(submission.config)
+        check_files(on_host(submission.config, submission.profile))
     except UserError as error:
         lines.append(f"# arpo submit would refuse it: {error}")
     return "\n".join([text, *lines])
@@ -194,10 +150,12 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
             queue or being submitted, a secret or an input is missing, or the run directory cannot be written.
         Interrupted: the command was interrupted; the message has what became of the accepted jobs.
     """
-    check_files(submission.config)
+    check_files(on_host(submission.config, submission.profile))
     forecast = submission.forecast
     if forecast is not None and not forecast.fits and not force:
         raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")
+    if (late := submission.too_late) and not force:
+        raise UserError(f"{late}; --force submits it")
     if unset := submission.profile.unset_secrets():
         raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
     slurm.call("sbatch", "--version")
@@ -356,7 +314,7 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
     if submission.after:
         more["dependency"] = f"afterany:{':'.join(submission.after)}"
     # Not as nemo-run's env_vars: it writes their names in upper case, and some (http_proxy) are in lower case.
-    exports = [f"export {k}={shlex.quote(v)}" for k, v in profile.environment.items() if k not in _OWN_VARIABLES]
+    exports = [f"export {k}={shlex.quote(v)}" for k, v in profile.environment.items() if k not in OWN_VARIABLES]
     return nemo_run.SlurmExecutor(
         account=profile.account,
         partition=profile.partition,
@@ -373,7 +331,7 @@ def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
         # Slurm prefers another node while the step with which nemo-run reads the node's address is ending.
         srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         container_image=None,
-        env_vars=dict(_OWN_VARIABLES),
+        env_vars=dict(OWN_VARIABLES),
         additional_parameters=more,
         setup_lines="\n".join([*exports, WAIT_FOR_SRUN]),
         tunnel=nemo_run.LocalTunnel(job_dir=""),

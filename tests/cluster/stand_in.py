@@ -7,7 +7,8 @@ import pytest
 
 from arpo_megatron.cluster.code_snapshot import Code
 from arpo_megatron.cluster.profile import ClusterProfile, check_profile, save_profile
-from arpo_megatron.cluster.submit import Submission, prepare_submission, submit_jobs
+from arpo_megatron.cluster.submission import Submission
+from arpo_megatron.cluster.submit import prepare_submission, submit_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError

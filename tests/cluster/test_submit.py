@@ -14,8 +14,9 @@ from arpo_megatron.cluster.profile import (
     load_profile,
 )
 from arpo_megatron.cluster.slurm_checks import check_secrets
+from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.cluster.submissions import config_before_auto
-from arpo_megatron.cluster.submit import Submission, dry_run, prepare_submission, submit_jobs
+from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve

@@ -1,0 +1,89 @@
+"""Containers of a profile: the options of each step, paths on both sides of a mount, and the checks of the doctor."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.cluster import slurm_checks
+from arpo_megatron.cluster.backend import SlurmBackend
+from arpo_megatron.cluster.mounts import in_container, on_host, outside_of_mounts
+from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.cluster.submit import prepare_submission, submit_jobs
+from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.plan.node_layout import NodeLayout
+from tests.cluster.stand_in import profile
+
+MOUNTED = {"container": "/images/arpo.sqsh", "mounts": ["/lustre/models:/models", "/lustre:/data"]}
+
+
+@pytest.fixture(scope="module")
+def config() -> JobConfig:
+    overrides = ["model.path=/lustre/models/14b", "data.path=/lustre/x.parquet"]
+    return resolve.resolve("deepsearch_14b", overrides=overrides)
+
+
+def test_steps_share_one_unpacked_container_with_the_variables_of_the_profile(tmp_path: Path) -> None:
+    values = {**MOUNTED, "environment": {"NCCL_DEBUG": "WARN"}, "secrets": {"KEY": "env"}, "srun_args": ["--mpi=none"]}
+    layout = NodeLayout(1, 8, 1, 8, 1, 1, True)
+    backend = SlurmBackend(profile(**values), layout, [Node("n1", "127.0.0.11")], RunDirectory(tmp_path), "7")
+    step = backend.step("x", backend.nodes, 1, ["true"])
+    wanted = {"--mpi=none", "--container-name=arpo-7", "--no-container-mount-home"}
+    assert wanted <= set(step)
+    assert "--container-env=KEY,NCCL_DEBUG,PYTHONDONTWRITEBYTECODE,PYTHONPATH" in step
+    assert not [word for word in backend.step("x", backend.nodes, 1, ["true"], inside=False) if "container" in word]
+    for option in ("--nodes=3", "-N3", "--container-image=x"):
+        with pytest.raises(UserError, match="is not an option, or one that the job sets itself"):
+            profile(srun_args=[option])
+
+
+def test_paths_of_a_submitted_config_are_those_of_the_container(config: JobConfig, tmp_path: Path) -> None:
+    place = profile(**MOUNTED, runs=str(tmp_path))
+    inside = prepare_submission(config, place, nodes=None).config
+    assert (str(inside.model.path), str(inside.data.path)) == ("/models/14b", "/data/x.parquet")
+    assert in_container(inside, place) == inside, "a resumed run"
+    assert on_host(inside, place).model == config.model
+    assert in_container(config, profile(mounts=MOUNTED["mounts"])) == config, "without a container"
+    assert not outside_of_mounts(config, place)
+    elsewhere = replace(config, model=replace(config.model, path=Path("/home/me/14b")))
+    assert outside_of_mounts(elsewhere, place) == ["model.path"]
+
+
+def test_signal_that_comes_too_late_is_refused(
+    config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
+    late = prepare_submission(config, profile(gpu="h100-80", signal_s=30, runs=str(tmp_path)), nodes=None)
+    with pytest.raises(UserError, match=r"signal_s=30 is shorter than a step of \d+ s and a save of .* set signal_s"):
+        submit_jobs(late)
+    assert not prepare_submission(config, profile(gpu="h100-80", signal_s=900), nodes=None).too_late
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"container": "/nowhere/image.sqsh"}, "/nowhere/image.sqsh does not exist"),
+        ({"mounts": ["/nowhere:/models"]}, "/nowhere does not exist here"),
+        ({"mounts": ["/usr:/models", "/bin:/models"]}, "two mounts end at /models"),
+        ({"python": "/nowhere/python"}, "/nowhere/python is not an executable file here"),
+        ({"account": "other"}, "does not accept other (AllowAccounts=research)"),
+        ({"qos": "gold"}, "the partition accepts normal, not gold"),
+    ],
+)
+def test_doctor_names_what_would_end_a_job(
+    values: dict[str, object], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*command: str, **_: object) -> str:
+        if command[0] == "sinfo":
+            return "batch*|up\n"
+        return "AllowAccounts=research AllowQos=normal\nAccountingStorageType = accounting_storage/none\n"
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    names = ("account", "qos", "image", "mounts", "job_python")
+    found = [getattr(slurm_checks, f"check_{name}")(profile(**values)) for name in names]
+    (failed,) = [each for each in found if each.level == "failure"]
+    assert fault in failed.text
+    assert all(getattr(slurm_checks, f"check_{name}")(profile()).level == "ok" for name in names)
