@@ -43,6 +43,9 @@ class AlgorithmConfig:
     ignores it."""
     beam_size: Positive = 2
     """Z: largest number of MODEL children of one fork point, the measured path included."""
+    fork_budget: Literal["pooled", "reserved"] = "pooled"
+    """Whose the forks are. `pooled`: any path of the task may take them, in rounds of fork points, as in the paper.
+    `reserved`: each of the first trajectories has its share, so entropy decides when a path forks but not which one."""
     branch_probability: Fraction = 0.5
     """alpha: chance of a fork if the entropy has not changed."""
     entropy_weight: NonNegativeFloat = 0.2

@@ -7,15 +7,16 @@ A path alternates between the model and its tools until the trajectory ends:
                                                               +-> siblings start from the tool result
 
 - After a tool result, the first k tokens are sampled separately and the branch policy decides with their entropies
-  whether to fork. Siblings start at once; the measured path continues from its k tokens.
-- When a path ends, the forks that it has not used become fresh trajectories from the prompt.
-- A path whose tool call fails, also when repeated, is lost together with its unused forks (`lost_branches`).
+  whether to fork. The measured path continues from its k tokens; siblings start when the fork budget
+  (`branching/budget.py`) grants them.
+- Forks that no path has used become fresh trajectories from the prompt.
+- A path whose tool call fails, also when repeated, is lost (`lost_branches`).
 
 The tree is a function of its prompt, the answers of engine and tools, and the seed. It does not depend on which request
 came back first:
 
 - A path gets its key (`PathKey`) when it starts.
-- The task's forks are reserved by path (`split_budget`).
+- The fork budget grants forks by path keys, not by the time of an answer.
 - Draws of the policy and seeds of the engine follow from the path key.
 - The finished tree lists siblings in the order of their keys.
 """
@@ -31,11 +32,12 @@ import numpy as np
 
 from arpo_megatron.algorithms.branching import (
     ForkPoint,
+    Grant,
+    PathForks,
+    PathKey,
     Probe,
     ProbingPolicy,
-    fresh_path_key,
-    initial_budgets,
-    split_budget,
+    make_fork_budget,
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
@@ -66,8 +68,8 @@ class BranchStart:
     """The empty segment."""
     prefix: Int32Array
     """int32[n], all tokens before it."""
-    budget: int
-    """Forks that the path may still take, together with its siblings."""
+    forks: PathForks
+    """The path's part in the fork budget."""
     tool: Node | None = None
     """The TOOL segment before it, if the policy may fork there; None for the first segment of a path."""
     start_entropies: Float32Array | None = None
@@ -78,8 +80,6 @@ class BranchStart:
     """Tool calls on the path so far."""
     known_routes: int = 0
     """Number of prefix tokens whose expert routes other requests return."""
-    streak: int = 0
-    """Fork points of the path right before this one that have all forked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,12 @@ class _SampledSegment:
     """The last of its nodes: it has one for each policy version that sampled it."""
     prefix: Int32Array
     """int32[n], all tokens up to its end."""
-    budget: int
+    forks: PathForks
     start_entropies: Float32Array
     entropies: Float32Array
     history: CallHistory
     call: AnsweredCall | None
     """The call that ended it; None if the trajectory ends."""
-    streak: int
 
 
 class TreeGrower:
@@ -130,7 +129,8 @@ class TreeGrower:
         limits = context.limits
         self._max_length = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
         self._paths = asyncio.TaskGroup()
-        self._initial = context.policy.initial
+        self._forks = make_fork_budget(context.policy)
+        self._measured: dict[PathKey, BranchStart] = {}  # fork points that are not decided yet
         self._lost = 0  # planned trajectories that failed tool calls have cost
 
     @property
@@ -182,18 +182,16 @@ class TreeGrower:
         """Finish one trajectory, let the policy choose the number of initial ones, and start the rest of them."""
         node = self._root.add_child(Role.MODEL)
         self._prefixes.add_path(node)
-        first, *after_tools = await self._run_path(BranchStart(node, self.prompt, 0))
+        first, *after_tools = await self._run_path(BranchStart(node, self.prompt, PathForks()))
         if self._lost:
             raise AllBranchesLostError(lost_message(self.failed_calls))
         await self._start_initial(policy.plan(Probe(first, tuple(after_tools))), started=1)
 
     async def _start_initial(self, initial: int, *, started: int = 0) -> None:
         """Start the initial trajectories, of which `started` run already."""
-        self._initial = initial
-        for index, budget in enumerate(initial_budgets(self._context.policy, initial)):
-            if index >= started:
-                node = self._root.add_child(Role.MODEL)
-                self._start_path(BranchStart(node, self.prompt, budget, known_routes=len(self.prompt) if index else 0))
+        for index, forks in enumerate(self._forks.start(initial, started=started), start=started):
+            node = self._root.add_child(Role.MODEL)
+            self._start_path(BranchStart(node, self.prompt, forks, known_routes=len(self.prompt) if index else 0))
 
     def _start_path(self, start: BranchStart) -> None:
         self._prefixes.add_path(start.node)
@@ -208,29 +206,29 @@ class TreeGrower:
             entropies.append(segment.entropies)
             next_start = None if segment.call is None else await self._call_tool(segment, segment.call)
         self._prefixes.end_path(segment.node)
-        if segment.node.children:  # the failed call
-            self._lost += 1 + segment.budget
-        else:
-            self._start_fresh(segment)
+        self._end_path(segment)
         return entropies
 
-    def _start_fresh(self, segment: _SampledSegment) -> None:
-        """Turn the forks that an ended path has not used into fresh trajectories."""
-        for number in range(segment.budget):
-            key = fresh_path_key(self._initial, segment.node.key, number)
+    def _end_path(self, segment: _SampledSegment) -> None:
+        """Start the siblings and the fresh trajectories that the end of a path makes possible."""
+        failed = bool(segment.node.children)  # the failed call
+        end = self._forks.end(segment.forks, segment.node.key, failed=failed)
+        self._lost += end.lost
+        self._start_siblings(end.grants)
+        for key in end.fresh:
             node = Node(Role.MODEL, key, parent=self._root)
             self._root.children.append(node)
-            self._start_path(BranchStart(node, self.prompt, 0, known_routes=len(self.prompt)))
+            self._start_path(BranchStart(node, self.prompt, PathForks(), known_routes=len(self.prompt)))
 
     async def _sample_segment(self, start: BranchStart) -> _SampledSegment:
         """Sample a MODEL segment. After a tool result, decide on a fork once k tokens are there."""
         room = self._room(start)
-        measured = self._context.policy.measured_tokens if start.tool is not None and start.budget > 0 else 0
+        asks = start.tool is not None and self._forks.may_fork(start.forks)
+        measured = self._context.policy.measured_tokens if asks else 0
         generations: list[Generation] = []
-        budget, streak = start.budget, start.streak
         matched = await self._extend(start, generations, min(room, measured) if measured else room)
         if measured:
-            budget, streak = self._decide(start, _entropies(generations)[:measured])
+            self._measure(start, _entropies(generations)[:measured])
             matched = await self._extend(start, generations, room)
 
         last = self._write_segment(start.node, generations)
@@ -238,7 +236,7 @@ class TreeGrower:
         last.finish, call, history = self._interpret(start, generations[-1].finish, matched, ids)
         first = entropies if start.start_entropies is None else start.start_entropies
         prefix = np.concatenate([start.prefix, ids])
-        return _SampledSegment(last, prefix, budget, first, entropies, history, call, streak)
+        return _SampledSegment(last, prefix, start.forks, first, entropies, history, call)
 
     async def _extend(self, start: BranchStart, generations: list[Generation], tokens: int) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; return the stop string that it ended with.
@@ -266,30 +264,31 @@ class TreeGrower:
         room, turn = self._max_length - len(start.prefix), self._context.limits.max_turn_tokens
         return room if turn is None else min(room, turn)
 
-    def _decide(self, start: BranchStart, entropies: Float32Array) -> tuple[int, int]:
-        """Ask the policy whether to fork, and start the siblings; return the path's remaining budget and streak."""
-        if start.tool is None or start.start_entropies is None or start.before_entropies is None:
+    def _measure(self, start: BranchStart, entropies: Float32Array) -> None:
+        """Add a measured fork point to the budget, and start the siblings that it grants, here or at earlier points."""
+        if start.start_entropies is None or start.before_entropies is None:
             raise AssertionError("only a segment after a tool result is measured")
-        decision = self._context.policy.decide(
-            ForkPoint(
-                task_id=self.task_id,
-                step=self._context.step,
-                path=start.node.key,
-                start_entropies=start.start_entropies,
-                before_entropies=start.before_entropies,
-                entropies=entropies,
-                budget=start.budget,
-                streak=start.streak,
-            )
+        self._measured[start.node.key] = start
+        point = ForkPoint(
+            task_id=self.task_id,
+            step=self._context.step,
+            path=start.node.key,
+            start_entropies=start.start_entropies,
+            before_entropies=start.before_entropies,
+            entropies=entropies,
         )
-        start.node.branch = decision.record
-        streak = start.streak + 1 if decision.siblings else 0
-        kept, *shares = split_budget(start.budget - decision.siblings, 1 + decision.siblings)
-        for budget in shares:
-            sibling = start.tool.add_child(Role.MODEL)
-            known = len(start.prefix)
-            self._start_path(replace(start, node=sibling, budget=budget, tool=None, known_routes=known, streak=streak))
-        return kept, streak
+        self._start_siblings(self._forks.measure(start.forks, point))
+
+    def _start_siblings(self, grants: Sequence[Grant]) -> None:
+        """Record decisions about fork points and start the paths that they grant."""
+        for grant in grants:
+            start = self._measured.pop(grant.path)
+            start.node.branch = grant.decision.record
+            if start.tool is None:
+                raise AssertionError("only a segment after a tool result is measured")
+            for forks in grant.siblings:
+                node, known = start.tool.add_child(Role.MODEL), len(start.prefix)
+                self._start_path(replace(start, node=node, forks=forks, tool=None, known_routes=known))
 
     def _write_segment(self, node: Node, generations: Sequence[Generation]) -> Node:
         """Write a segment to `node`, with a continuation for each newer policy version; return the last node."""
@@ -342,13 +341,12 @@ class TreeGrower:
         return BranchStart(
             tool.add_child(Role.MODEL),
             prefix,
-            segment.budget,
+            segment.forks,
             tool=tool,
             start_entropies=segment.start_entropies,
             before_entropies=segment.entropies,
             history=segment.history,
             known_routes=len(segment.prefix) - 1,
-            streak=segment.streak,
         )
 
     def _nodes(self) -> Iterator[tuple[int, Node]]:

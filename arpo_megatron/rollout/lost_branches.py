@@ -4,9 +4,10 @@ A call fails if the tool service, the network or a provider fails, also when it 
 model could read, so the path cannot continue, and its text must not be trained as if it had ended there. It loses
 
 - the segments that no other trajectory shares;
-- the forks that are reserved for the path: they could only start below the failed call or after the path's end.
+- the forks that are reserved for the path: they could only start below the failed call or after the path's end. A pool
+  of forks (`PooledForks`) keeps them for other paths.
 
-So a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory is in it exactly
+With reserved forks, a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory is in it exactly
 if all calls that it needs were answered: those on its path, and those on the path of the trajectory that had to end
 before it started (`RolloutTree.needs`). `algorithms/advantages/lost.py` weighs the remaining ones accordingly.
 """
@@ -64,7 +65,7 @@ def needed_trajectories(tree: RolloutTree, keys: Sequence[PathKey], *, probed: b
     ends = {key: index for index, key in enumerate(keys) if tree.segments[index].role is Role.MODEL}
     needs: dict[int, int] = {}
     for first in tree.children()[0]:
-        if (ended := ended_path_key(keys[first])) is not None:
+        if ended := ended_path_key(keys[first]):  # () for what a pool had left
             needs[first] = ends[ended]
         elif probed and first != 1:
             needs[first] = tree.leaves()[0]  # the probe does not fork

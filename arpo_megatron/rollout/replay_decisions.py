@@ -1,10 +1,11 @@
 """Derives the branching decisions of a finished tree again, from the tree, the policy's settings and the seed.
 
-The grower decides while answers arrive; this walks the finished tree depth first. `arpo replay-tree` shows with it that
-a decision is a pure function of tree, entropies and seed.
+The grower decides while answers arrive; this walks the finished tree path by path. `arpo replay-tree` shows with it
+that a decision is a pure function of tree, entropies and seed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,11 +14,12 @@ from arpo_megatron.algorithms.branching import (
     BranchPolicy,
     Decision,
     ForkPoint,
+    Grant,
+    PathForks,
     PathKey,
     Probe,
     ProbingPolicy,
-    initial_budgets,
-    split_budget,
+    make_fork_budget,
 )
 from arpo_megatron.tree import FAILED_CALL, Float32Array, Role, RolloutTree
 
@@ -37,8 +39,8 @@ def replay_decisions(tree: RolloutTree, policy: BranchPolicy) -> int:
         policy: the policy that grew it, with its settings and seed.
 
     Raises:
-        DecisionMismatchError: the first difference in depth-first order. It concerns a draw, an entropy, a rule, the
-            forks after a tool result, or the fresh trajectories from unused forks.
+        DecisionMismatchError: a difference in a draw, an entropy, a rule, the forks after a tool result, or the fresh
+            trajectories from unused forks.
     """
     return _Replay(tree.grown, policy).run()
 
@@ -49,34 +51,43 @@ class _Start:
 
     index: int
     key: PathKey
-    budget: int
+    forks: PathForks
     tool: int | None = None
     start_entropies: Float32Array | None = None
     before_entropies: Float32Array | None = None
-    streak: int = 0
 
 
 class _Replay:
     def __init__(self, tree: RolloutTree, policy: BranchPolicy) -> None:
-        self._tree, self._policy = tree, policy
+        self._tree, self._policy, self._forks = tree, policy, make_fork_budget(policy)
         self._children = tree.children()
         self._pending: list[_Start] = []
-        self._decisions = self._unused = 0
+        self._measured: dict[PathKey, _Start] = {}
+        self._derived: set[int] = set()
+        self._fresh = 0
 
     def run(self) -> int:
         first = self._children[0]
         initial = self._initial(first)
-        budgets = initial_budgets(self._policy, initial)
-        if len(first) < len(budgets):
-            raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {len(budgets)}")
-        budgets += [0] * (len(first) - len(budgets))  # fresh trajectories
-        starts = [_Start(index, (n,), budget) for n, (index, budget) in enumerate(zip(first, budgets, strict=True))]
-        self._pending = starts[::-1]
-        while self._pending:
-            self._replay(self._pending.pop())
-        if len(first) != (derived := initial + self._unused):
+        if len(first) < initial:
+            raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {initial}")
+        probes = int(isinstance(self._policy, ProbingPolicy))
+        self._walk(first[:probes], [PathForks() for _ in range(probes)])
+        self._walk(first[probes:initial], self._forks.start(initial, started=probes), probes)
+        self._walk(first[initial:], [PathForks() for _ in first[initial:]], initial)
+        if len(first) != (derived := initial + self._fresh):
             raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {derived}")
-        return self._decisions
+        for index, segment in enumerate(self._tree.segments):
+            if segment.role is Role.MODEL and index not in self._derived:
+                self._compare(index, None)
+        return len(self._derived)
+
+    def _walk(self, starts: Sequence[int], forks: Sequence[PathForks], place: int = 0) -> None:
+        """Follow trajectories from the prompt, the first of which has the path key `(place,)`, and their siblings."""
+        numbered = enumerate(zip(starts, forks, strict=True), start=place)
+        self._pending = [_Start(index, (n,), own) for n, (index, own) in numbered][::-1]
+        while self._pending:
+            self._follow(self._pending.pop())
 
     def _initial(self, first: list[int]) -> int:
         """Return the number of initial trajectories; a probing policy derives it from the first one."""
@@ -90,42 +101,59 @@ class _Replay:
             below = self._children[tool[0]][:1] if tool else []
         return self._policy.plan(Probe(entropies[0], tuple(entropies[1:])))
 
-    def _replay(self, start: _Start) -> None:
-        """Derive the decision in a segment, compare it, and continue with siblings and the next segment."""
+    def _follow(self, start: _Start) -> None:
+        """Measure a segment as the grower did, and continue below it, or end the path."""
         chain = self._chain(start.index)
         entropies = self._entropies(chain)
-        decision = self._decide(start, entropies)
-        self._compare(start.index, decision)
-        for index in chain[1:]:
-            self._compare(index, None)
-        if start.tool is not None:
-            wanted = 0 if decision is None else decision.siblings
-            siblings = self._children[start.tool][1:]
-            if len(siblings) != wanted:
-                raise DecisionMismatchError(f"segment {start.tool}: {len(siblings)} forks are stored, derived {wanted}")
-            streak = start.streak if decision is None else start.streak + 1 if wanted else 0
-            kept, *shares = split_budget(start.budget - wanted, 1 + wanted)
-            for n, (index, budget) in reversed(list(enumerate(zip(siblings, shares, strict=True), start=1))):
-                key = (*start.key[:-1], n)
-                self._pending.append(replace(start, index=index, key=key, budget=budget, tool=None, streak=streak))
-            start = replace(start, budget=kept, streak=streak)
-        self._follow(start, chain[-1], entropies)
-
-    def _follow(self, start: _Start, last: int, entropies: Float32Array) -> None:
-        """Continue below the last node of a segment, or count the budget of a path that ended there."""
-        below = self._children[last]
+        if start.tool is not None and self._policy.measured_tokens and self._forks.may_fork(start.forks):
+            self._measure(start, entropies)
+        below = self._children[chain[-1]]
         if not below:
-            self._unused += start.budget
+            self._end(start, failed=False)
             return
         tool, *others = below
         record = self._tree.segments[tool].tool
         if record is not None and record.status == FAILED_CALL and not (others or self._children[tool]):
-            return  # the path is lost with its budget
+            self._end(start, failed=True)
+            return
         if others or not self._children[tool]:
-            raise DecisionMismatchError(f"segment {last}: expected one TOOL segment with a MODEL segment below it")
+            raise DecisionMismatchError(f"segment {chain[-1]}: expected one TOOL segment with a MODEL segment below it")
         first = entropies if start.start_entropies is None else start.start_entropies
         key = (*start.key, 0, 0)
-        self._pending.append(_Start(self._children[tool][0], key, start.budget, tool, first, entropies, start.streak))
+        self._pending.append(_Start(self._children[tool][0], key, start.forks, tool, first, entropies))
+
+    def _measure(self, start: _Start, entropies: Float32Array) -> None:
+        if start.start_entropies is None or start.before_entropies is None:
+            raise AssertionError("a segment after a tool result has a segment before it")
+        self._measured[start.key] = start
+        point = ForkPoint(
+            task_id=self._tree.task_id,
+            step=self._tree.step,
+            path=start.key,
+            start_entropies=start.start_entropies,
+            before_entropies=start.before_entropies,
+            entropies=entropies[: self._policy.measured_tokens],
+        )
+        self._grant(self._forks.measure(start.forks, point))
+
+    def _end(self, start: _Start, *, failed: bool) -> None:
+        end = self._forks.end(start.forks, start.key, failed=failed)
+        self._fresh += len(end.fresh)
+        self._grant(end.grants)
+
+    def _grant(self, grants: Sequence[Grant]) -> None:
+        """Compare decisions, and continue with the siblings that they start."""
+        for grant in grants:
+            start = self._measured.pop(grant.path)
+            if start.tool is None:
+                raise AssertionError("only a segment after a tool result is measured")
+            self._derived.add(start.index)
+            self._compare(start.index, grant.decision)
+            siblings, wanted = self._children[start.tool][1:], len(grant.siblings)
+            if len(siblings) != wanted:
+                raise DecisionMismatchError(f"segment {start.tool}: {len(siblings)} forks are stored, derived {wanted}")
+            for n, (index, forks) in enumerate(zip(siblings, grant.siblings, strict=True), start=1):
+                self._pending.append(replace(start, index=index, key=(*start.key[:-1], n), forks=forks, tool=None))
 
     def _chain(self, index: int) -> list[int]:
         """Return a MODEL segment and its continuations by newer weights."""
@@ -139,27 +167,6 @@ class _Replay:
     def _entropies(self, chain: list[int]) -> Float32Array:
         entropies = [self._tree.segments[index].entropies for index in chain]
         return np.concatenate([np.zeros(0, np.float32), *(each for each in entropies if each is not None)])
-
-    def _decide(self, start: _Start, entropies: Float32Array) -> Decision | None:
-        """Ask the policy; None if the grower does not ask here."""
-        measured = self._policy.measured_tokens
-        if start.tool is None or not start.budget or not measured:
-            return None
-        if start.start_entropies is None or start.before_entropies is None:
-            raise AssertionError("a segment after a tool result has a segment before it")
-        self._decisions += 1
-        return self._policy.decide(
-            ForkPoint(
-                task_id=self._tree.task_id,
-                step=self._tree.step,
-                path=start.key,
-                start_entropies=start.start_entropies,
-                before_entropies=start.before_entropies,
-                entropies=entropies[:measured],
-                budget=start.budget,
-                streak=start.streak,
-            )
-        )
 
     def _compare(self, index: int, derived: Decision | None) -> None:
         stored = self._tree.segments[index].branch

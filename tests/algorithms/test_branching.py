@@ -16,12 +16,11 @@ from arpo_megatron.algorithms.branching import (
     GrpoPolicy,
     RandomPolicy,
     make_branch_policy,
-    split_budget,
     uniform_draw,
 )
 from arpo_megatron.algorithms.branching.aepo import AepoPolicy
 from arpo_megatron.algorithms.branching.aepo_reference import AepoReferencePolicy
-from arpo_megatron.algorithms.branching.base import Probe, initial_budgets
+from arpo_megatron.algorithms.branching.base import Probe, initial_budgets, split_budget
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import Float32Array
 

@@ -48,7 +48,8 @@ TURNS = (
 FAILURES = {"python": 0.1, "search": 0.15}
 SHARES = {tool: 1 - chance for tool, chance in FAILURES.items()}
 REWARDS = {"no call": 0.2, "yes": 1.0, "yes!": 0.6, "no!": 0.0}
-POLICY = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0)
+POLICY = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0, fork_budget="reserved")
+POOLED = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0)
 
 
 @dataclass
@@ -139,12 +140,12 @@ def grow_with(
         return None, grower
 
 
-def enumerate_trees() -> Iterator[tuple[RolloutTree | None, float, bool]]:
+def enumerate_trees(policy: BranchPolicy = POLICY) -> Iterator[tuple[RolloutTree | None, float, bool]]:
     """Yield every tree with its probability, and whether no call has failed."""
     given: list[int] | None = []
     while given is not None:
         choices = Choices(given)
-        tree, _ = grow_with(choices)
+        tree, _ = grow_with(choices, policy=policy)
         probability = math.prod(chances[option] for _, option, chances in choices.drawn)
         failed = any(option and isinstance(key, tuple) for key, option, _ in choices.drawn)
         yield tree, probability, not failed
@@ -243,6 +244,15 @@ def test_bias_without_correction_and_of_normalised_groups_is_known(all_trees: li
     print(f"centred without correction {plain:.3f}, group {normal:.3f}, group without correction {uncorrected:.3f}")
     assert plain > 0.1 > normal
     assert normal < uncorrected
+
+
+def test_bias_of_a_pooled_budget_is_known() -> None:
+    """The forks of a lost path go to other paths, so the survivors' tree depends a little on failures."""
+    trees = list(enumerate_trees(POOLED))
+    target = expected(without_failures(trees), by(Centred()))
+    bias = float(np.linalg.norm(expected(trees, by(Centred(), SHARES)) - target) / np.linalg.norm(target))
+    print(f"pooled: centred {bias:.3f}")
+    assert 0 < bias < 0.1
 
 
 def drawn_tree(seed: int, name: str = "arpo") -> tuple[RolloutTree | None, BranchPolicy]:

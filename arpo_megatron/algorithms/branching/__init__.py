@@ -14,11 +14,10 @@ from arpo_megatron.algorithms.branching.base import (
     ProbingPolicy,
     ended_path_key,
     fresh_path_key,
-    initial_budgets,
     path_seed,
-    split_budget,
     uniform_draw,
 )
+from arpo_megatron.algorithms.branching.budget import ForkBudget, Grant, PathForks, make_fork_budget
 from arpo_megatron.algorithms.branching.grpo import GrpoPolicy
 from arpo_megatron.algorithms.branching.random_forks import RandomPolicy
 from arpo_megatron.config import AlgorithmConfig
@@ -30,19 +29,21 @@ __all__ = [
     "ArpoReferencePolicy",
     "BranchPolicy",
     "Decision",
+    "ForkBudget",
     "ForkPoint",
+    "Grant",
     "GrpoPolicy",
+    "PathForks",
     "PathKey",
     "Probe",
     "ProbingPolicy",
     "RandomPolicy",
     "ended_path_key",
     "fresh_path_key",
-    "initial_budgets",
     "initial_trajectories",
     "make_branch_policy",
+    "make_fork_budget",
     "path_seed",
-    "split_budget",
     "uniform_draw",
 ]
 

@@ -33,7 +33,7 @@ class ArpoReferencePolicy(ForkingPolicy):
         - a baseline keyed by the position in the batch and never reset, which compared later batches with other
           prompts (here: the trajectory's own);
         - an unseeded draw (here: keyed by the place in the tree);
-        - a fork budget that goes to the first path that asks (here: see `split_budget`);
+        - a fork budget that goes to the first path that asks (here: to places in their order, see `PooledForks`);
         - entropy over the ten most probable tokens only (here: over all);
         - forks of paths that have ended by length, away from a tool result;
         - top-up by one trajectory per round;

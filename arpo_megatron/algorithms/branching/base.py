@@ -34,8 +34,8 @@ class ForkPoint:
     """float32[n], in nats, of the MODEL segment that made the call."""
     entropies: Float32Array
     """float32[<=k], in nats, of the first tokens after the tool result."""
-    budget: int
-    """Forks that are reserved for this path (see `split_budget`)."""
+    budget: int = 0
+    """Forks that may still be granted, by the fork budget (`budget`)."""
     streak: int = 0
     """Number of this path's fork points right before this one that have all forked."""
 
@@ -112,6 +112,11 @@ class ForkingPolicy:
         return self.config.group_size
 
     @property
+    def reserves_forks(self) -> bool:
+        """Whether forks are reserved by path (`budget.ReservedForks`) instead of pooled by task."""
+        return self.config.fork_budget == "reserved"
+
+    @property
     def measured_tokens(self) -> int:
         """Return k; 0 if no fork is possible."""
         config = self.config
@@ -125,11 +130,7 @@ def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, s
 
 
 def split_budget(forks: int, paths: int) -> list[int]:
-    """Divide forks among paths as evenly as possible; earlier places get the remainder.
-
-    The budget of a task is reserved in this way: M - N among its N first trajectories, and what a path has left at a
-    fork among itself and its new siblings. So which path forks never depends on which request came back first.
-    """
+    """Divide forks among paths as evenly as possible; earlier places get the remainder."""
     return [forks // paths + (index < forks % paths) for index in range(paths)]
 
 
@@ -139,8 +140,8 @@ def fresh_path_key(initial: int, ended: PathKey, number: int) -> PathKey:
 
     Args:
         initial: N.
-        ended: the last segment of the path that did not use the fork.
-        number: index of the fork among those that the path left.
+        ended: the last segment of the path that did not use the fork; () for forks of a pool.
+        number: index of the fork among those that were left.
     """
     return (initial, len(ended), *ended, number)
 

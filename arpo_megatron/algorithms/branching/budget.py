@@ -1,0 +1,170 @@
+"""The fork budget of a tree: which of the wanted forks are granted. Pure state: it owns no tasks and sends nothing.
+
+Both budgets grant the same forks whatever request came back first, and no path waits for a grant.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from arpo_megatron.algorithms.branching.base import (
+    BranchPolicy,
+    Decision,
+    ForkPoint,
+    PathKey,
+    fresh_path_key,
+    initial_budgets,
+    split_budget,
+)
+
+
+@dataclass(slots=True, eq=False)
+class PathForks:
+    """What a budget knows of one path."""
+
+    reserved: int = 0
+    """Forks that only this path may take (`ReservedForks`)."""
+    round: int = 0
+    """Number of its next fork point, counted from the prompt (`PooledForks`); 0 for a path that may not fork."""
+    streak: int = 0
+    """Number of its fork points right before the next one that have all forked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The decision about a fork point, and the paths to start there."""
+
+    path: PathKey
+    """The measured MODEL segment."""
+    decision: Decision
+    siblings: Sequence[PathForks]
+
+
+@dataclass(frozen=True, slots=True)
+class PathEnd:
+    """What follows from the end of a path."""
+
+    grants: Sequence[Grant] = ()
+    fresh: Sequence[PathKey] = ()
+    """Places of the trajectories from the prompt that replace unused forks. They do not fork."""
+    lost: int = 0
+    """Planned trajectories that the end has cost."""
+
+
+class ForkBudget(Protocol):
+    """Distributes the M - N forks of a task."""
+
+    def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
+        """Return the `initial` paths from the prompt, without the first `started` ones, which may not fork."""
+
+    def may_fork(self, path: PathForks) -> bool:
+        """Whether the next fork point of a path has to be measured."""
+
+    def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
+        """Add a measured fork point; return what can be decided now, which may concern earlier points.
+
+        Args:
+            path: the path that goes on after the point.
+            point: without budget and streak.
+        """
+
+    def end(self, path: PathForks, key: PathKey, *, failed: bool) -> PathEnd:
+        """Remove a path that ended with the segment `key`, or with a failed call after it."""
+
+
+@dataclass(slots=True)
+class ReservedForks:
+    """Forks divided evenly among the N first paths, and at each fork among the path and its siblings."""
+
+    policy: BranchPolicy
+    _initial: int = 0
+
+    def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
+        """Return the paths with their shares."""
+        self._initial = initial
+        return [PathForks(reserved=forks) for forks in initial_budgets(self.policy, initial)[started:]]
+
+    def may_fork(self, path: PathForks) -> bool:
+        """Whether the path has forks left."""
+        return path.reserved > 0
+
+    def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
+        """Decide at once."""
+        decision = self.policy.decide(replace(point, budget=path.reserved, streak=path.streak))
+        path.streak = path.streak + 1 if decision.siblings else 0
+        path.reserved, *shares = split_budget(path.reserved - decision.siblings, 1 + decision.siblings)
+        return [Grant(point.path, decision, [PathForks(reserved=own, streak=path.streak) for own in shares])]
+
+    def end(self, path: PathForks, key: PathKey, *, failed: bool) -> PathEnd:
+        """Turn the path's unused forks into fresh trajectories; a failed path loses them."""
+        if failed:
+            return PathEnd(lost=1 + path.reserved)
+        return PathEnd(fresh=[fresh_path_key(self._initial, key, number) for number in range(path.reserved)])
+
+
+@dataclass(slots=True)
+class PooledForks:
+    """One pool of forks per task (ARPO, arXiv 2507.19849, section 3.1), granted in rounds.
+
+    Round r has the r-th fork point of every path. It is decided when each living path has been measured there or has
+    ended, in the order of path keys. The measured paths have continued meanwhile: siblings start from the tool result
+    whenever the grant comes, and take part from the next round on. What is left when all paths have ended becomes fresh
+    trajectories. Paths are measured after the pool is spent too: that moment depends on time, the tree must not.
+    """
+
+    policy: BranchPolicy
+    _left: int = 0
+    _initial: int = 0
+    _round: int = 1
+    _living: list[PathForks] = field(default_factory=list)
+    _points: defaultdict[int, list[tuple[ForkPoint, PathForks]]] = field(default_factory=lambda: defaultdict(list))
+
+    def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
+        """Fill the pool and return the paths."""
+        self._initial, self._left = initial, self.policy.total - initial
+        self._living = [PathForks(round=int(self._left > 0)) for _ in range(initial - started)]
+        return list(self._living)
+
+    def may_fork(self, path: PathForks) -> bool:
+        """Whether the path was in the pool's rounds from the start."""
+        return path.round > 0
+
+    def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
+        """Add the point to its round."""
+        self._points[path.round].append((point, path))
+        path.round += 1
+        return self._decide_rounds()
+
+    def end(self, path: PathForks, key: PathKey, *, failed: bool) -> PathEnd:
+        """Remove the path from all later rounds."""
+        if path in self._living:  # not a probe, nor a fresh trajectory
+            self._living.remove(path)
+        grants = self._decide_rounds()
+        fresh = 0
+        if not self._living:
+            fresh, self._left = self._left, 0
+        keys = [fresh_path_key(self._initial, (), number) for number in range(fresh)]
+        return PathEnd(grants, keys, lost=int(failed))
+
+    def _decide_rounds(self) -> list[Grant]:
+        """Decide all rounds that no living path can still reach."""
+        grants = []
+        while self._points and all(path.round > self._round for path in self._living):
+            points = sorted(self._points.pop(self._round, []), key=lambda item: item[0].path)
+            grants += [self._decide(*item) for item in points]
+            self._round += 1
+        return grants
+
+    def _decide(self, point: ForkPoint, path: PathForks) -> Grant:
+        decision = self.policy.decide(replace(point, budget=self._left, streak=path.streak))
+        path.streak = path.streak + 1 if decision.siblings else 0
+        siblings = [PathForks(round=self._round + 1, streak=path.streak) for _ in range(decision.siblings)]
+        self._living += siblings
+        self._left -= decision.siblings
+        return Grant(point.path, decision, siblings)
+
+
+def make_fork_budget(policy: BranchPolicy) -> ForkBudget:
+    """Return the budget that a policy asks for with `reserves_forks`; a pool without that attribute."""
+    return ReservedForks(policy) if getattr(policy, "reserves_forks", False) else PooledForks(policy)
