@@ -7,9 +7,10 @@ model could read, so the path cannot continue, and its text must not be trained 
 - the forks that are reserved for the path: they could only start below the failed call or after the path's end. A pool
   of forks (`PooledForks`) keeps them for other paths.
 
-With reserved forks, a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory is in it exactly
-if all calls that it needs were answered: those on its path, and those on the path of the trajectory that had to end
-before it started (`RolloutTree.needs`). `algorithms/advantages/lost.py` weighs the remaining ones accordingly.
+With reserved forks, a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory
+is in it exactly if all calls that it needs were answered: those on its path, and those on the path of the trajectory
+that had to end before it started (`RolloutTree.needs`). `algorithms/advantages/lost.py` weighs the remaining ones
+accordingly.
 """
 
 from collections import defaultdict
