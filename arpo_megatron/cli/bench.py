@@ -103,6 +103,24 @@ def sandbox(
 
 
 @app.command()
+def branching(
+    trees: Annotated[int, typer.Option(min=1, help="Number of simulated trees per row.")] = 300,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Compare executed calls and depth of forks of pooled and reserved fork budgets."""
+    from arpo_megatron.bench.branching import bench_branching
+
+    results = bench_branching(trees)
+    if not json_only:
+        for row in results["rows"]:
+            print(f"{row['calls']} calls per path, uncertain {row['uncertain']}", file=sys.stderr)
+            for name in ("pooled", "reserved"):
+                figures = "  ".join(f"{key} {value:.2f}" for key, value in row[name].items())
+                print(f"  {name:10s} {figures}", file=sys.stderr)
+    _answer("branching", results)
+
+
+@app.command()
 def importance(
     tokens: Annotated[int, typer.Option(min=2, max=14, help="Length of the enumerated trajectories.")] = 10,
     json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
