@@ -26,12 +26,15 @@ class RolloutConfig:
     """Calls per trajectory of single tools, for example {python: 5, search: 10}; `max_tool_calls` holds, too."""
     refuse_repeated: tuple[str, ...] = ()
     """Tools whose calls with the arguments of an earlier call of the path are not executed; a result reports it."""
+    deterministic_tools: tuple[str, ...] = ()
+    """Tools whose results depend on nothing but the arguments and, with `sandbox.sessions`, on the earlier python calls
+    of the path: an equal call in another path of the task is not executed again. Search and browse are cached too."""
     at_limit: Literal["end", "answer_now"] = "end"
     """Treatment of a call beyond a limit. `end`: the trajectory ends with it. `answer_now`: its result states that the
     limit is reached and the model continues; the second such call at the same limit ends the trajectory. So does a call
     that leaves no room for `max_tool_tokens` and `answer_tokens`."""
-    answer_tokens: NonNegative = 256
-    """Tokens that `at_limit=answer_now` keeps for the answer."""
+    answer_tokens: NonNegative | None = None
+    """Tokens that `at_limit=answer_now` keeps for the answer; None: an eighth of `max_response_tokens`."""
     max_turn_tokens: Positive | None = None
     """Tokens of one turn of the model, from prompt or tool result to call or answer; a longer turn ends the trajectory.
     None: only `max_response_tokens` limits it."""

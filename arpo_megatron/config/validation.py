@@ -82,7 +82,8 @@ def _check_limits(config: "JobConfig") -> None:
     """Check that limits are for tools of the job, and that the engine can reach them."""
     rollout, evaluation = config.rollout, config.evaluation
     tools = ("search", "python") if rollout.tools is None else rollout.tools
-    needed = rollout.max_tool_tokens + rollout.answer_tokens
+    answer = rollout.max_response_tokens // 8 if rollout.answer_tokens is None else rollout.answer_tokens
+    needed = rollout.max_tool_tokens + answer
     if "answer_now" in (rollout.at_limit, evaluation.at_limit) and needed >= rollout.max_response_tokens:
         raise ValueError(
             f"at_limit=answer_now keeps room for rollout.max_tool_tokens + rollout.answer_tokens = {needed}, which "
@@ -91,6 +92,7 @@ def _check_limits(config: "JobConfig") -> None:
     for key, names in (
         ("rollout.max_calls_by_tool", rollout.max_calls_by_tool),
         ("rollout.refuse_repeated", rollout.refuse_repeated),
+        ("rollout.deterministic_tools", rollout.deterministic_tools),
         ("evaluation.max_calls_by_tool", evaluation.max_calls_by_tool or ()),
     ):
         if unknown := sorted(set(names) - set(tools)):

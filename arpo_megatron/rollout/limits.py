@@ -48,8 +48,9 @@ class RolloutLimits:
     max_calls_by_tool: tuple[tuple[str, int], ...] = ()
     max_turn_tokens: int | None = None
     at_limit: Literal["end", "answer_now"] = "end"
-    answer_tokens: int = 0
+    answer_tokens: int | None = None
     refuse_repeated: tuple[str, ...] = ()
+    deterministic_tools: tuple[str, ...] = ()
 
     @classmethod
     def training(cls, config: JobConfig) -> Self:
@@ -68,6 +69,7 @@ class RolloutLimits:
             at_limit=rollout.at_limit,
             answer_tokens=rollout.answer_tokens,
             refuse_repeated=rollout.refuse_repeated,
+            deterministic_tools=rollout.deterministic_tools,
         )
 
     @classmethod
@@ -115,12 +117,13 @@ class RolloutLimits:
 
     def _reached(self, tool: str, history: CallHistory, room: int) -> tuple[str, str] | None:
         """Return name and text of the limit that a further call of a tool exceeds."""
+        answer_room = self.max_response_tokens // 8 if self.answer_tokens is None else self.answer_tokens
         if len(history.calls) >= self.max_tool_calls:
             return "calls", f"The limit of {self.max_tool_calls} tool calls is reached. Answer now."
         most = dict(self.max_calls_by_tool).get(tool)
         if most is not None and sum(name == tool for name, _ in history.calls) >= most:
             return tool, f"The limit of {most} calls of {tool} is reached. Continue without it."
-        if self.at_limit == "answer_now" and room < self.max_tool_tokens + self.answer_tokens:
+        if self.at_limit == "answer_now" and room < self.max_tool_tokens + answer_room:
             return "tokens", "There is no room for another tool result. Answer now."
         return None
 

@@ -1,5 +1,6 @@
 """A segment of a tree that is still growing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,14 +38,19 @@ class Node:
         self.children.append(node)
         return node
 
-    def last_caller(self, tool: str) -> "Node | None":
-        """Return the nearest segment above this one that has called the tool and got a result."""
-        node = self
+    def callers(self, tool: str, refused: Collection[str]) -> "list[Node]":
+        """Return the segments above this one that have called the tool, the nearest first.
+
+        Args:
+            tool: its name.
+            refused: statuses of calls that were not executed; they do not count.
+        """
+        found, node = [], self
         while node.parent is not None:
-            if node.tool is not None and node.tool.name == tool:
-                return node.parent
+            if node.tool is not None and node.tool.name == tool and node.tool.status not in refused:
+                found.append(node.parent)
             node = node.parent
-        return None
+        return found
 
     def store_routes(self, end: int, routes: Int16Array) -> None:
         """Store expert routes of the tokens right before position `end` in this segment and those above it."""

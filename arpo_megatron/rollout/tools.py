@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from arpo_megatron.rollout.result_cache import ResultCache
 from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool, select_tools
 from tools_sandbox.client import AsyncSandboxClient, SandboxError, SandboxUnavailable, ToolAnswer
 
@@ -35,6 +36,8 @@ class ToolClient:
     def __init__(self, url: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
         self._client = AsyncSandboxClient(url, token)
         self._retry_for_s = retry_for_s
+        self.results = ResultCache()
+        """Answers of deterministic tools."""
 
     async def __aenter__(self) -> Self:
         return self

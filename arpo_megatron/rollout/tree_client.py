@@ -3,6 +3,7 @@
 A tree that is grown again from its record gets the recorded answers first, and sends a request only after the last one.
 """
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,11 +20,15 @@ from arpo_megatron.rollout.context import RolloutContext, ToolTextError
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
+from arpo_megatron.rollout.result_cache import history_digest
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
 from arpo_megatron.tasks.tags.calls import INVALID_JSON, ToolCall, result_tokens
 from arpo_megatron.tasks.tags.tools import PYTHON
 from arpo_megatron.tree import FAILED_CALL, Int32Array, ToolRecord
-from tools_sandbox.client import SandboxUnavailable
+from tools_sandbox.client import SandboxUnavailable, ToolAnswer
+
+REFUSED = (INVALID_JSON, LIMIT, REPEATED)
+"""Statuses of calls that are answered without the tool service."""
 
 
 class TreeClient:
@@ -126,19 +131,36 @@ class TreeClient:
         if not isinstance(call, ToolCall):
             ids = self._result_tokens(call.tool, call.result)
             return RecordedAnswer(ids, ToolRecord(call.tool, {}, call.status, 0.0, False))
-        started, limits = time.monotonic(), self._context.limits
-        session = self._session(node) if limits.sessions and call.tool == PYTHON else {}
-        answer = await self._context.tools.call(
-            call.tool,
-            {**call.arguments, **session},
-            trajectory_id="/".join([self._task_id, *map(str, node.key)]),
-            timeout_s=limits.tool_timeout_s,
-            on_retry=self._count_retry,
-        )
+        started = time.monotonic()
+        answer = await self._execute(node, call)
         ids = self._result_tokens(call.tool, answer.text)
         seconds = time.monotonic() - started
         record = ToolRecord(call.tool, dict(call.arguments), str(answer.status), seconds, answer.cached)
         return RecordedAnswer(ids, record)
+
+    async def _execute(self, node: Node, call: ToolCall) -> ToolAnswer:
+        """Return the answer of the tool service, or that of an equal call of the task to a deterministic tool."""
+        limits = self._context.limits
+        shared = call.tool in limits.deterministic_tools
+        session = self._session(node, call, shared=shared) if limits.sessions and call.tool == PYTHON else {}
+
+        async def execute() -> ToolAnswer:
+            return await self._context.tools.call(
+                call.tool,
+                {**call.arguments, **session},
+                trajectory_id="/".join([self._task_id, *map(str, node.key)]),
+                timeout_s=limits.tool_timeout_s,
+                on_retry=self._count_retry,
+            )
+
+        if not shared:
+            return await execute()
+        key = [self._context.step, self._task_id, call.tool, dict(call.arguments), session]
+        answer, hit = await self._context.tools.results.answer(json.dumps(key, sort_keys=True), execute)
+        if not hit:
+            return answer
+        self.counts.seconds_saved += answer.seconds
+        return replace(answer, cached=True)
 
     def _result_tokens(self, tool: str, text: str) -> Int32Array:
         """Return int32[n], the tokens of a result. Raises ToolTextError."""
@@ -149,14 +171,21 @@ class TreeClient:
             raise ToolTextError(f"cannot tokenize the answer of {tool}, {text[:80]!a}: {error}") from error
         return np.array(ids, dtype=np.int32)
 
-    def _session(self, node: Node) -> dict[str, str]:
-        """Return the names of the interpreter states before and after a python call, which follow from path keys."""
+    def _session(self, node: Node, call: ToolCall, *, shared: bool) -> dict[str, str]:
+        """Return the names of the interpreter states before and after a python call.
 
-        def name(caller: Node) -> str:
-            return "/".join(map(str, (self._context.step, self._task_id, *caller.key)))
-
-        before = node.last_caller(PYTHON)
-        return {"state": "" if before is None else name(before), "keep": name(node)}
+        They follow from path keys, or from the programs on the path if equal calls share a result: then equal
+        programs leave equal states.
+        """
+        task = f"{self._context.step}/{self._task_id}"
+        before = node.callers(PYTHON, REFUSED)
+        if not shared:
+            names = ["/".join([task, *map(str, caller.key)]) for caller in (*before[:1], node)]
+        else:
+            programs = [each.children[0].tool.arguments for each in reversed(before) if each.children[0].tool]
+            made = [programs, [*programs, call.arguments]] if programs else [[call.arguments]]
+            names = [f"{task}/{history_digest(each)}" for each in made]
+        return {"state": names[0] if len(names) > 1 else "", "keep": names[-1]}
 
     async def _ready(self, node: Node, prefix: Int32Array) -> None:
         if self._context.ready is not None:
@@ -181,7 +210,7 @@ class TreeClient:
             counts.calls_at_limit += status == LIMIT
             counts.calls_repeated += status == REPEATED
             counts.calls_failed += status == FAILED_CALL
-            if status not in (INVALID_JSON, LIMIT, REPEATED):
+            if status not in REFUSED:
                 counts.calls_executed += status != FAILED_CALL
                 self.calls[answer.tool.name, status != FAILED_CALL] += 1
             counts.calls_cached += answer.tool.cached

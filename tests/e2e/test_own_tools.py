@@ -92,7 +92,6 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
             "evaluation.after=true",
             "evaluation.tasks=4",
             "rollout.at_limit=answer_now",
-            "rollout.answer_tokens=16",
         ]
         overrides += [f"sandbox.file={tmp_path / 'tools.yaml'}", "rollout.tools=[count_words,reverse,search,browse]"]
         run_to_end(quickstart("train", run, *overrides), run)

@@ -78,6 +78,19 @@ def test_python_session_follows_the_path_and_forks_copy_it(scripted_engine: Star
     assert "NameError" in texts(tree, tree.leaves()[0])[4]
 
 
+def test_equal_calls_to_a_deterministic_tool_are_executed_once(scripted_engine: Start, sandbox_url: str) -> None:
+    """With sessions, too: equal programs leave one state, and a call after a refused one finds it."""
+    plan = ("<python>n = [40]</python>", "<python>n = [40]</python>", "<python>n.append(2); sum(n)</python>", "done")
+    engine = scripted_engine(ScriptedEngine(planned(*plan)))
+    policy = arpo(8, 2, beam_size=2, branch_probability=1.0, entropy_weight=0.0)
+    limits = replace(LIMITS, sessions=True, refuse_repeated=("python",), deterministic_tools=("python",))
+    tree, grower = grow(engine.url, sandbox_url, policy, limits=limits)
+    assert {texts(tree, leaf)[-2] for leaf in tree.leaves()} == {result_text("42")}
+    counts = grower.counts
+    assert counts.calls_executed - counts.calls_cached == 2  # one for each program
+    assert counts.calls_cached > 0 and counts.seconds_saved > 0
+
+
 def test_tree_spends_its_budget_and_keeps_the_beam_size(scripted_engine: Start, sandbox_url: str) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
     for samples, initial, beam in ((6, 2, 2), (9, 2, 3), (5, 4, 2), (3, 1, 2)):

@@ -118,7 +118,7 @@ def test_evaluation_has_limits_of_its_own() -> None:
     assert evaluating.stop_at_answer is True
     plain = JobConfig(name="x")
     assert RolloutLimits.evaluation(plain) == RolloutLimits.training(plain)
-    with pytest.raises(ValueError, match=r"answer_now keeps room for .* = 1280, which .*=1000 has not"):
+    with pytest.raises(ValueError, match=r"answer_now keeps room for .* = 1149, which .*=1000 has not"):
         job(rollout=RolloutConfig(at_limit="answer_now", max_response_tokens=1000))
     with pytest.raises(ValueError, match=r"rollout\.refuse_repeated names 'browse', which is not a tool of the job"):
         job(rollout=RolloutConfig(refuse_repeated=("browse",)))
