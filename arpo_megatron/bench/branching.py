@@ -29,7 +29,7 @@ _TREND = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTree:
-    """What a tree of the simulation cost."""
+    """Cost and forks of a tree of the simulation."""
 
     executed_calls: int
     fork_depths: Sequence[int]

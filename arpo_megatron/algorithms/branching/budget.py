@@ -21,7 +21,7 @@ from arpo_megatron.algorithms.branching.base import (
 
 @dataclass(slots=True, eq=False)
 class PathForks:
-    """What a budget knows of one path."""
+    """State of one path in a fork budget."""
 
     reserved: int = 0
     """Forks that only this path may take (`ReservedForks`)."""
@@ -43,7 +43,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PathEnd:
-    """What follows from the end of a path."""
+    """Consequences of the end of a path."""
 
     grants: Sequence[Grant] = ()
     fresh: Sequence[PathKey] = ()
@@ -65,7 +65,7 @@ class ForkBudget(Protocol):
         """Add a measured fork point; return what can be decided now, which may concern earlier points.
 
         Args:
-            path: the path that goes on after the point.
+            path: the path that continues after the point.
             point: without budget and streak.
         """
 
@@ -109,8 +109,8 @@ class PooledForks:
 
     Round r has the r-th fork point of every path. It is decided when each living path has been measured there or has
     ended, in the order of path keys. The measured paths have continued meanwhile: siblings start from the tool result
-    whenever the grant comes, and take part from the next round on. What is left when all paths have ended becomes fresh
-    trajectories. Paths are measured after the pool is spent too: that moment depends on time, the tree must not.
+    whenever the grant comes, and take part from the next round on. Forks that are left when all paths have ended become
+    fresh trajectories. Paths are measured after the pool is spent too: that moment depends on time, the tree must not.
     """
 
     policy: BranchPolicy
