@@ -16,6 +16,14 @@ class MonitorConfig:
     """Mode of Weights & Biases."""
     wandb_project: str = "arpo-megatron"
     """Project in Weights & Biases."""
+    wandb_entity: str | None = None
+    """Team or user of the project; None: the default of the login."""
+    wandb_group: str | None = None
+    """Group of the run."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    wandb_notes: str | None = None
+    """Text about the run."""
     peak_tflops: PositiveFloat | None = None
     """Peak of a rank's device in TFLOP/s of the training format (H100 bfloat16: 989); needed for MFU."""
     profile_steps: tuple[Positive, Positive] | None = None

@@ -12,6 +12,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.atomic import append_line, atomic_write
+from arpo_megatron.utils.code_version import code_version
 
 Value = float | int | str | bool | None
 
@@ -53,6 +54,13 @@ class MetricsLog:
             self._lost_rows += 1
         if self._wandb is not None:
             self._wandb.log({self._prefix + key: value for key, value in plain.items()})
+
+    @property
+    def place(self) -> str:
+        """Where wandb shows the run: its address, or the command that sends an offline run; empty without wandb."""
+        if self._wandb is None:
+            return ""
+        return self._wandb.url or f"wandb sync {Path(self._wandb.dir).parent}"
 
     def close(self) -> int:
         """End the wandb run, if there is one. Return the number of rows that could not be written."""
@@ -101,6 +109,11 @@ def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "onl
     try:
         run = wandb.init(
             project=config.monitor.wandb_project,
+            entity=config.monitor.wandb_entity,
+            group=config.monitor.wandb_group,
+            tags=config.monitor.wandb_tags,
+            notes=config.monitor.wandb_notes,
+            job_type="sft" if config.sft_only else "rl",
             name=run_dir.name,
             id=id_file.read_text().strip(),
             resume="allow",
@@ -112,6 +125,8 @@ def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "onl
     except wandb.errors.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"monitor.wandb={mode}: {reason}; or use monitor.wandb=offline") from None
+    origin = {"code": code_version(), "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
+    run.config.update(origin, allow_val_change=True)
     # A resumed run repeats steps. wandb drops repeated values of its own step counter, but not of a metric.
     run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
     return run

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import signal
 from pathlib import Path
@@ -81,10 +82,15 @@ def test_metrics_refuse_values_that_are_not_numbers(tmp_path: Path) -> None:
 def test_wandb_offline_keeps_one_run_id_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    config = JobConfig(name="test", monitor=MonitorConfig(wandb="offline"))
+    monitor = MonitorConfig(wandb="offline", wandb_entity="team", wandb_group="search", wandb_tags=("a", "b"))
+    config = JobConfig(name="test", monitor=monitor)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     for step in (1, 2):
         log = MetricsLog(tmp_path, config)
         log.log({"step": step, "reward": 0.5})
+        assert log._wandb.config["slurm_job_id"] == "4711" and log._wandb.config["code"]
+        assert (log._wandb.group, log._wandb.tags, log._wandb.job_type) == ("search", ("a", "b"), "rl")
+        assert re.fullmatch(rf"wandb sync {tmp_path}/wandb/offline-run-\S+", log.place)
         log.close()
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) >= 1
