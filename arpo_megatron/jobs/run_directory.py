@@ -119,6 +119,11 @@ class RunDirectory:
         return self.path / "exports"
 
     @property
+    def scrape_targets(self) -> Path:
+        """Addresses of services with metrics while they run: a list for Prometheus' file_sd (JSON)."""
+        return self.path / "prometheus.json"
+
+    @property
     def heartbeats(self) -> Path:
         """Progress of each trainer rank, and its stacks after a hang."""
         return self.path / "heartbeats"

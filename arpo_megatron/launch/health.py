@@ -10,14 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.atomic import atomic_write, write_json
 
+_WITH_METRICS = ("engine", "sandbox")
+"""Beginnings of the names of services that answer /metrics."""
 COLUMNS = ("process", "state", "for", "pid", "restarts", "last error", "address", "log")
 
 
@@ -59,6 +62,20 @@ def write_health(path: Path, processes: Sequence[ServiceHealth]) -> None:
     """Write the health of all processes of this process's job. Raises OSError if the disk refuses it."""
     rows = [asdict(process) for process in processes]
     write_json(path, {"host": socket.gethostname(), "pid": os.getpid(), "processes": rows})
+
+
+def write_scrape_targets(path: Path, processes: Sequence[ServiceHealth]) -> None:
+    """Write the engines and the tool service as targets of Prometheus' file_sd. Raises OSError if the disk refuses it.
+
+    The labels are `run` and `role`.
+    """
+    rows = [
+        {"targets": [urlsplit(each.url).netloc], "labels": {"run": path.parent.name, "role": each.name}}
+        for each in processes
+        if each.url and each.name.startswith(_WITH_METRICS)
+    ]
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def read_health(run: RunDirectory) -> list[ServiceHealth]:

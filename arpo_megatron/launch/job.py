@@ -52,6 +52,7 @@ def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = Non
     with run.locked():
         run.remove_partial()  # left by a kill -9
         run.health.unlink(missing_ok=True)
+        run.scrape_targets.unlink(missing_ok=True)
         try:
             with Progress() as progress, Supervisor(run.logs) as supervisor:
                 yield Job(config, run, supervisor, progress, backend or LocalBackend())

@@ -24,7 +24,7 @@ from typing import Self
 import requests
 
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.health import ServiceHealth, write_health
+from arpo_megatron.launch.health import ServiceHealth, write_health, write_scrape_targets
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import (
     GRACE_S,
@@ -236,12 +236,15 @@ class _Services:
         self._events = EventLog(run.events)
         self._ending = threading.Event()
         self._starting = threading.Lock()
-        self._health, self._others, self._writing = run.health, others, threading.Lock()
+        self._health, self._targets = run.health, run.scrape_targets
+        self._others, self._writing = others, threading.Lock()
 
     def write_health(self) -> None:
         """Write the health of all processes of the job."""
         with self._writing, suppress(OSError):  # a full disk must not end what keeps the job alive
-            write_health(self._health, [*(each.health() for each in self._services), *self._others()])
+            services = [each.health() for each in self._services]
+            write_health(self._health, [*services, *self._others()])
+            write_scrape_targets(self._targets, services)
 
     def start(self, spec: ServiceSpec) -> SupervisedProcess:
         """Start a service in its thread."""
@@ -263,6 +266,7 @@ class _Services:
         for thread in self._threads:
             thread.join(REAP_DEADLINE_S)
         self._health.unlink(missing_ok=True)
+        self._targets.unlink(missing_ok=True)
 
     def _run_guarded(self, service: SupervisedProcess) -> None:
         """A bug here, or a machine that cannot start a process, ends the job and not only its supervision."""

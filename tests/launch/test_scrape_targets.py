@@ -1,0 +1,41 @@
+"""A run lists its services for Prometheus, and the dashboard asks for metrics that they have."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from arpo_megatron.launch.health import ServiceHealth, write_scrape_targets
+from tools_sandbox.service.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_services_with_metrics_are_listed(tmp_path: Path) -> None:
+    def service(name: str, url: str) -> ServiceHealth:
+        return ServiceHealth(name, 1, up=True, since=0.0, restarts=0, last_error="", url=url, log="")
+
+    file = tmp_path / "prometheus.json"
+    names = ("engine-0", "sandbox", "router", "rollout")
+    write_scrape_targets(file, [service(name, f"http://10.0.0.{number}:99") for number, name in enumerate(names)])
+    assert json.loads(file.read_text()) == [
+        {"targets": ["10.0.0.0:99"], "labels": {"run": tmp_path.name, "role": "engine-0"}},
+        {"targets": ["10.0.0.1:99"], "labels": {"run": tmp_path.name, "role": "sandbox"}},
+    ]
+
+
+def test_dashboard_shows_metrics_that_the_services_have() -> None:
+    panels = json.loads((ROOT / "slurm" / "monitoring" / "grafana.json").read_text())["panels"]
+    asked = {name for panel in panels for name in re.findall(r"(?:sglang:|tools_sandbox_)\w+", str(panel["targets"]))}
+    of_the_tools = Metrics()
+    of_the_tools.answers.labels("python", "ok")
+    of_the_tools.refusals.labels("busy")
+    of_the_tools.execution.labels("python")
+    of_the_tools.waiting.labels("python")
+    there = of_the_tools.render().decode()
+    spec = find_spec("sglang")  # found, not imported: that takes seconds
+    assert spec is not None and spec.origin is not None
+    sources = (Path(spec.origin).parent / "srt" / "observability").glob("*.py")
+    engine = "".join(path.read_text() for path in sources)
+    assert len(asked) == 9
+    assert [name for name in asked if name not in there and f'"{name}"' not in engine] == []
