@@ -148,6 +148,19 @@ def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
     )
 
 
+def _lost_trajectories(metrics: Sequence[Row], _config: Row) -> Advice | None:
+    lost, kept = _sum(metrics, "trajectories_lost"), _sum(metrics, "trajectories")
+    if not lost or lost / (lost + kept) <= 0.05:
+        return None
+    return Advice(
+        "Failed tool calls cost many trajectories",
+        f"{lost:.0f} of the last {lost + kept:.0f} trajectories ended because a service, the network or a provider failed",
+        "read the notes below and logs/sandbox.log for the cause; lower requests_per_s of a provider that limits them",
+        "trajectories_lost",
+        "docs/guides/rollouts.md",
+    )
+
+
 def _stale_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
     if (dropped := _dropped(metrics, "stale")) is None:
         return None
@@ -246,7 +259,7 @@ def _slow_tools(trees: Sequence[Row]) -> Advice | None:
 
 def _failing_tools(trees: Sequence[Row]) -> Advice | None:
     calls = sum(sum(row["tools"].values()) for row in trees)
-    failed = calls - sum(row["tools"].get("ok", 0) for row in trees)
+    failed = calls - sum(row["tools"].get(status, 0) for row in trees for status in ("ok", "limit", "repeated"))
     if calls < 10 or failed / calls <= 0.5:
         return None
     return Advice(
@@ -265,6 +278,7 @@ _RULES: tuple[Callable[[Sequence[Row], Row], Advice | None], ...] = (
     _engine_idle,
     _trainer_idle,
     _failed_trees,
+    _lost_trajectories,
     _stale_trees,
     _cache_misses,
     _repeated_requests,

@@ -50,6 +50,7 @@ def test_healthy_run_gets_no_advice() -> None:
         ({"dropped/failed": 3}, "dropped/failed"),
         ({"dropped/stale": 3}, "dropped/stale"),
         ({"cached_prompt_share": 0.5}, "cached_prompt_share"),
+        ({"trajectories_lost": 8, "tool_calls_failed": 9}, "trajectories_lost"),
         ({"requests_repeated": 40}, "requests_repeated"),
         ({"updates_skipped": 1}, "updates_skipped"),
         ({"trees_not_stored": 5}, "trees_not_stored"),
