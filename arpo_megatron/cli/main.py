@@ -167,6 +167,9 @@ def export(
         typer.Option(help="Hugging Face directory to write, which must not exist; default: RUN_DIR/exports/step_N."),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Serve it, ask one question, and compare with transformers' log-probs.")
+    ] = False,
     cluster: OnCluster = None,
 ) -> None:
     """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load.
@@ -174,11 +177,18 @@ def export(
     One process reads the weights layer by layer, on CPUs, whatever the number of ranks that wrote them.
     """
     if cluster is not None:
+        if verify:
+            raise UserError("--verify starts services on this machine: leave out --cluster")
         return submit_command(cluster, "export", run_dir, out=out, step=step)
     from arpo_megatron.launch.job import export_checkpoint
 
-    written = export_checkpoint(open_run(Path(run_dir)), out, step)
-    print(written)
+    run = open_run(Path(run_dir))
+    written = export_checkpoint(run, out, step)
+    print(written, flush=True)
+    if verify:
+        from arpo_megatron.launch.verify_export import verify_export
+
+        print(verify_export(resolve.load(run.config), run, written).line)
     next_command(f"arpo serve {written}")
     return None
 

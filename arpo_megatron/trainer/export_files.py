@@ -67,7 +67,8 @@ def _has_template(source: Path) -> bool:
 
 def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: list[str], system: str | None) -> str:
     model, data = config.model, config.data
-    base = model.hub_id or (str(model.path) if model.path else "a model with random weights, made for the run")
+    named = model.hub_id or (model.path.name if model.path else None)
+    base = f"{named}. Its licence applies to these weights" if named else "random weights, made for the run"
     success = [f"{moment} training {value:.1%}" for moment, value in _success(run).items()]
     lines = [
         "---",
@@ -80,7 +81,7 @@ def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: lis
         "",
         f"A tool-using agent, trained with `{config.algorithm.name}` by arpo-megatron ({code}).",
         "",
-        f"- Base model: {base}. Its licence applies to these weights.",
+        f"- Base model: {base}.",
         f"- Data: {data.path.name if data.path else f'generated tasks ({data.kind})'}; seed {config.seed}.",
         f"- Training: {step} steps of {config.train.tasks_per_step} questions with {config.algorithm.group_size} "
         f"trajectories, learning rate {config.optimizer.lr:g}.",
@@ -90,7 +91,7 @@ def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: lis
         "",
         "`arpo serve DIR` answers chats with OpenAI's protocol and runs the tools. Without it, a turn ends at one of "
         f"{', '.join(f'`{stop}`' for stop in stops)}. Run the call before that tag, append",
-        "` <result>\\n` + its output + `\\n</result>` to the turn, and continue it. The answer is in "
+        "` <result>\\n` + its output + `\\n</result>` to the turn, and continue it. The answer is in",
         "`<answer>...</answer>`.",
         "",
         "`generation_config.json` has these stop strings, so `model.generate` of transformers needs "
