@@ -154,7 +154,7 @@ def _lost_trajectories(metrics: Sequence[Row], _config: Row) -> Advice | None:
         return None
     return Advice(
         "Failed tool calls cost many trajectories",
-        f"{lost:.0f} of the last {lost + kept:.0f} trajectories ended because a service, the network or a provider failed",
+        f"{lost:.0f} of the last {lost + kept:.0f} trajectories ended as a service or a provider failed",
         "read the notes below and logs/sandbox.log for the cause; lower requests_per_s of a provider that limits them",
         "trajectories_lost",
         "docs/guides/rollouts.md",
