@@ -1,18 +1,18 @@
 """Weight pushes against the bare transfer of the same bytes: `arpo bench sync`.
 
-The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. Each round measures
-whole pushes and the floor for every transport in turn. A push is begin, gathering, naming, sending, loading, commit,
-and the probe through trainer and engine together. Every other push is verified, with checksums of sampled tensors and a
-longer probe. `share_of_floor` is the floor over the mean push of a run with the default `sync.verify_every`;
-`share_of_floor_verified` is that of a run that verifies every push. The floor is the bare transfer plus one memory
-copy:
+The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. For each transport,
+rounds measure whole pushes and the floor in turn. A push is begin, exchange, commit, and the probe through trainer
+and engine together. Every other push is verified, with checksums of rows of every tensor and a longer probe.
+`share_of_floor` is the floor over the mean push of a run with the default `sync.verify_every`;
+`share_of_floor_verified` is that of a run that verifies every push. The floor is the bare transfer plus one copy:
 
-    broadcast   one flat tensor broadcast by gloo between two processes
-    ipc         one copy into shared memory
-    disk        one file written and read
+    network   one flat tensor broadcast by gloo between two processes
+    ipc       one copy into shared memory
+    disk      one file written and read
 
 The probe reads all weights in trainer and engine; `share_of_floor_without_probe` excludes it. The weights change before
-every push, and the engine must hold the new ones afterwards.
+every push, and the engine must hold the new ones afterwards. `bench.resharding` adds pushes from four trainer ranks to
+an engine of two.
 """
 
 import ctypes
@@ -47,9 +47,10 @@ from arpo_megatron.utils.stores import listen
 
 DTYPE = torch.float32
 VOCABULARY = 12288
-TransportName = Literal["broadcast", "ipc", "disk"]
-TRANSPORTS: tuple[TransportName, ...] = ("broadcast", "ipc", "disk")
+TransportName = Literal["network", "ipc", "disk"]
+TRANSPORTS: tuple[TransportName, ...] = ("network", "ipc", "disk")
 TIMEOUT_S = 300.0
+SIZES = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.5)
 _TINY_BUCKET_BYTES = 2**20
 
 
@@ -74,14 +75,14 @@ def bench_sync(
     Raises:
         UserError: a rank or the engine failed.
     """
+    from arpo_megatron.bench.resharding import bench_resharding
     from arpo_megatron.engine.launch import launch_engine
 
     with TemporaryDirectory(dir=directory, prefix="arpo-bench-sync-") as made:
         root = Path(made)
         spec = _make_model(root / "model", megabytes, vocabulary)
         spec.check_divisible(ParallelConfig(tensor=tensor, sequence=tensor > 1))
-        sizes = EngineConfig(max_running_requests=4, max_total_tokens=2048, memory_fraction=0.5)
-        with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
+        with launch_engine(root / "model", SIZES, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
             settings = {
                 "url": engine.url,
                 "engine_pid": _largest(engine.process.pid),
@@ -92,13 +93,19 @@ def bench_sync(
             (root / "settings.json").write_text(json.dumps(settings))
             run_ranks("sync", root, tensor)
         transports = json.loads((root / "figures.json").read_text())
+        resharding = bench_resharding(root, bucket_mb, repeats)
+    network = resharding["network"]
     return {
         "model_bytes": hf_bytes(spec, DTYPE.itemsize),
         "tensor": tensor,
         "bucket_bytes": bucket_mb * 2**20,
-        "share_of_floor": transports["broadcast"]["share_of_floor"],
-        "share_of_floor_verified": transports["broadcast"]["share_of_floor_verified"],
+        "share_of_floor": transports["network"]["share_of_floor"],
+        "share_of_floor_verified": transports["network"]["share_of_floor_verified"],
+        "bytes_over_own_shard": max(each["bytes_over_own_shard"] for each in resharding.values()),
+        "largest_buffer_over_bucket": max(each["largest_buffer_over_bucket"] for each in resharding.values()),
+        "exchange_over_push": network["exchange_over_push"],
         "transports": transports,
+        "resharding": resharding,
     }
 
 
@@ -150,7 +157,7 @@ class Floors:
 
     def seconds(self, transport: str) -> float:
         """Return the seconds of one transfer and one copy."""
-        bare: dict[str, Callable[[], None]] = {"broadcast": self._broadcast, "ipc": self._copy_out, "disk": self._disk}
+        bare: dict[str, Callable[[], None]] = {"network": self._broadcast, "ipc": self._copy_out, "disk": self._disk}
         started = time.perf_counter()
         bare[transport]()
         self._target.copy_(self._source)
@@ -204,17 +211,24 @@ class Pushes:
     def __init__(
         self, root: Path, settings: dict[str, Any], transport: TransportName, chunks: Any, spec: ModelSpec
     ) -> None:
-        from arpo_megatron.config import JobConfig
-        from arpo_megatron.weights.sync import WeightSync
+        from arpo_megatron.actor import parallel
+        from arpo_megatron.engine.admin import EngineAdmin
+        from arpo_megatron.weights.control import Control
+        from arpo_megatron.weights.sync import PushSettings, WeightSync
 
-        self._chunks, self._spec = chunks, spec
+        self._chunks = chunks
         self._engine_pid: int = settings["engine_pid"]
-        sync = SyncConfig(transport=transport, bucket_mb=settings["bucket_mb"], verify_every=2)
-        self.bucket_bytes = sync.bucket_bytes
-        self.two_buckets_bytes = 2 * sync.bucket_mb * 2**20
-        self._sync = None
-        if not dist.get_rank():
-            self._sync = WeightSync.of(JobConfig("bench", platform="cpu", sync=sync), [settings["url"]], root)
+        self.bucket_bytes = SyncConfig(bucket_mb=settings["bucket_mb"]).bucket_bytes
+        self.two_buckets_bytes = 2 * settings["bucket_mb"] * 2**20
+
+        def sync(bucket_bytes: int) -> WeightSync:
+            asked = PushSettings(kind=transport, bucket_bytes=bucket_bytes, verify_every=2, directory=root / "sync")
+            requests = EngineAdmin([settings["url"]], TIMEOUT_S)
+            control = Control(parallel.group("control"))
+            return WeightSync(control, requests, chunks, spec, asked, note=lambda _: None)
+
+        self._make_sync = sync
+        self.sync = sync(self.bucket_bytes)
         self._version = 0
         self.gap = 0.0
         self.checksums = 0
@@ -225,52 +239,45 @@ class Pushes:
     def verified_push(self) -> None:
         """Push with verification; the first call also measures memory."""
         if self.peaks is not None:
-            self._push(self.verified, self.bucket_bytes)
+            self._push(self.verified, self.sync)
             return
-        # Two pushes in tiny buckets warm up code, threads and connections.
+        warm_up = self._make_sync(_TINY_BUCKET_BYTES)  # of code, threads and connections
         for _ in range(2):
-            self._push([], _TINY_BUCKET_BYTES)
+            self._push([], warm_up)
+        warm_up.close()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         pids: tuple[int, int] = (os.getpid(), self._engine_pid)
         before = [memory.resident(pid) for pid in pids]
         for pid in pids:
             memory.reset(pid)
-        self._push(self.verified, self.bucket_bytes)
+        self._push(self.verified, self.sync)
         peaks = [memory.highest(pid) - held for pid, held in zip(pids, before, strict=True)]
         self.peaks = peaks[0], peaks[1]
 
     def plain_push(self) -> None:
         """Push without verification, after a verified push."""
-        self._push(self.plain, self.bucket_bytes)
+        self._push(self.plain, self.sync)
 
     def close(self) -> None:
         """Close the connections to the engine."""
-        if self._sync is not None:
-            self._sync.close()
+        self.sync.close()
 
-    def _push(self, took: list[PushTimes], bucket_bytes: int) -> None:
+    def _push(self, took: list[PushTimes], sync: Any) -> None:
         from arpo_megatron.actor import parallel
         from arpo_megatron.trainer.push import probe_pack
-        from arpo_megatron.weights.export import hf_buckets
         from arpo_megatron.weights.sync import probe_gap
 
         self._change()
         self._version += 1
         started = time.perf_counter()
-        buffers = self._sync.buffers if self._sync else 0
-        buckets = hf_buckets(self._chunks, self._spec, bucket_bytes, buffers)
-        if self._sync is None:
-            for _ in buckets:
-                pass
-            trainer_logprobs(self._chunks[0], parallel.broadcast_object(None))
-            return
-        report = self._sync.push(buckets, self._version)
+        report = sync.push(self._version)
         pushed = time.perf_counter()
         tokens = list(range(report.probe_tokens))
-        logprobs = self._sync.engines.start_logprobs(tokens)
-        own = trainer_logprobs(self._chunks[0], parallel.broadcast_object(probe_pack(tokens)))  # while the engine does
-        self.gap = max(self.gap, probe_gap(own.numpy(), logprobs()[0]))
+        logprobs = sync.engines.start_logprobs(tokens) if parallel.is_rank_zero() else None
+        own = trainer_logprobs(self._chunks[0], probe_pack(tokens))  # while the engine does
+        if logprobs is not None:
+            self.gap = max(self.gap, probe_gap(own.numpy(), logprobs()[0]))
         ended = time.perf_counter()
         took.append(PushTimes(ended - started, ended - pushed))
         self.checksums = len(report.verified) or self.checksums
@@ -309,8 +316,8 @@ def main() -> None:
     floors = Floors(hf_bytes(spec, DTYPE.itemsize), root) if parallel.is_rank_zero() else None
     floor_s: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
     pushes = {name: Pushes(root, settings, name, chunks, spec) for name in TRANSPORTS}
-    for _ in range(1 + settings["repeats"]):
-        for name in TRANSPORTS:
+    for name in TRANSPORTS:  # an engine follows the plan of one trainer at a time
+        for _ in range(1 + settings["repeats"]):
             pushes[name].verified_push()
             if floors is not None:
                 floor_s[name].append(floors.seconds(name))

@@ -13,7 +13,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import read_json
 
 _COMMANDS = "commands.jsonl"
-_MAY_BE_AUTO = ("engine.placement", "sync.transport")
+_MAY_BE_AUTO = ("engine.placement",)
 """Keys whose value `auto` depends on the number of nodes. The config of a submitted run has the values for its newest
 submission, because its processes read it."""
 

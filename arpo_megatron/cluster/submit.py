@@ -31,7 +31,7 @@ from arpo_megatron.jobs import run_directory
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan import plan
-from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
+from arpo_megatron.plan.node_layout import lay_out_nodes, with_placement
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
 
@@ -72,7 +72,7 @@ def prepare_submission(
     """
     config = in_container(config, profile)
     layout = lay_out_nodes(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
-    before, config = config, _with_transport(with_placement(config, layout), layout)
+    before, config = config, with_placement(config, layout)
     auto = no_longer_auto(before, config)
     base = profile.runs.expanduser().absolute()
     path = config.run_dir or run_directory.next_path(config, base)
@@ -100,19 +100,6 @@ def _check_path(name: str, path: Path) -> None:
 def _python(profile: ClusterProfile) -> Path:
     """Return the Python of the supervisor."""
     return (profile.python or Path(sys.executable)).expanduser()
-
-
-def _with_transport(config: JobConfig, layout: NodeLayout) -> JobConfig:
-    """Replace `sync.transport=auto`. On a node, a process knows only that node's GPUs and would have to guess."""
-    sync = config.sync
-    if layout.shared and layout.nodes > 1:
-        if sync.transport == "ipc":
-            raise UserError(
-                "sync.transport=ipc needs trainer and engines on one node, and this job has several: use broadcast"
-            )
-        if sync.transport == "auto":
-            sync = replace(sync, transport="broadcast")
-    return replace(config, sync=sync)
 
 
 def dry_run(submission: Submission) -> str:

@@ -16,14 +16,14 @@ from arpo_megatron.config.fields import (
 class SyncConfig:
     """Weight pushes from the trainer to the engines."""
 
-    transport: Literal["auto", "broadcast", "ipc", "disk"] = "auto"
-    """`broadcast`: gloo, on GPUs NCCL. `ipc`: memory shared by trainer and engine, CUDA's if they share a GPU. `disk`:
-    files, for engines without a network to the trainer. `auto`: `ipc` on a shared GPU, else `broadcast`."""
+    transport: Literal["auto", "network", "ipc", "disk"] = "auto"
+    """`ipc`: memory that a trainer rank shares with the engine ranks on its GPU, or on its machine without GPUs.
+    `network`: messages to the engine ranks by NCCL, or by gloo without GPUs of their own. `disk`: files, for engines
+    without a network to the trainer. `auto`: `ipc` if it reaches every engine rank, else `network`."""
     bucket_mb: Positive = 256
-    """Tensors are gathered and sent in buckets; a push needs twice this many MiB on the trainer's first rank. A larger
-    parameter is sent in blocks of rows; with `ipc` the shared memory holds the largest tensor."""
+    """A process sends or receives at most this many MiB of weights at a time, and holds at most two such buckets."""
     verify_every: NonNegative = 20
-    """At an engine's first push and at every n-th, checksums of sampled tensors are compared, and the probe that
+    """At an engine's first push and at every n-th, checksums of rows of every tensor are compared, and the probe that
     follows every push is a long one; 0: only at the first."""
     directory: Path | None = None
     """With `disk`: a directory with the same path on all machines. None: the run directory."""

@@ -23,5 +23,5 @@ class TrainConfig:
     """Checkpoints of every n-th step are never deleted; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, after a weight push; a larger gap stops the run. None:
-    1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in the engine, and 3 in
-    the trainer."""
+    1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in the engine, and 3 in the trainer,
+    or three times the first push's gap; if a later gap is larger, checksums of the weights decide."""

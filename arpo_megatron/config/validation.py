@@ -48,6 +48,11 @@ def check_job(config: "JobConfig") -> None:
             "engine.deterministic=true needs engine.attention_backend=fa3 or triton: with flashinfer SGLang turns its "
             "prefix cache off"
         )
+    if config.engine.deterministic and config.engine.tensor > 1:
+        raise ValueError(
+            f"engine.deterministic=true needs engine.tensor=1, not {config.engine.tensor}: the engine's collectives "
+            "would add in another order than the trainer's"
+        )
     _check_engine_fp8(config)
     if config.algorithm.router_replay != "none" and config.engine.router == "sglang":
         raise ValueError(
@@ -241,9 +246,7 @@ def _check_engine_fp8(config: "JobConfig") -> None:
     if config.platform == "cpu":
         raise ValueError("engine.quantization=fp8 needs a GPU, but platform=cpu")
     if config.sync.transport == "disk":
-        raise ValueError(
-            "engine.quantization=fp8 needs sync.transport=broadcast or ipc: SGLang does not quantize files"
-        )
+        raise ValueError("engine.quantization=fp8 needs sync.transport=network or ipc: SGLang does not quantize files")
 
 
 def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, ffn: int) -> None:

@@ -16,10 +16,15 @@ import numpy as np
 import requests
 from numpy.typing import NDArray
 
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Piece, Sample
+from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, Piece, Sample
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
 from arpo_megatron.errors import UserError
 
+WEIGHTS = "weights"
+"""SGLang's name of the part of an engine's memory that holds its weights."""
+KV_CACHE = ("kv_cache", "cuda_graph")
+"""SGLang's names of the parts that are needed only to generate."""
 _POLL_INTERVAL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _ENGINE_DEADLINE_SHARE = 0.8
@@ -103,9 +108,13 @@ class EngineAdmin:
         for post in self.post_all("release_memory_occupation", [(url, {}) for url in self.urls]):
             post.result()
 
-    def resume_memory(self) -> None:
-        """Allocate the memory again; its content is undefined until a push. Raises WeightPushError."""
-        for post in self.post_all("resume_memory_occupation", [(url, {}) for url in self.urls]):
+    def resume_memory(self, *tags: str) -> None:
+        """Allocate the memory again; its content is undefined until a push. Raises WeightPushError.
+
+        Args:
+            tags: parts of the memory, such as `WEIGHTS`.
+        """
+        for post in self.post_all("resume_memory_occupation", [(url, {"tags": tags}) for url in self.urls]):
             post.result()
 
     def start_logprobs(self, token_ids: Sequence[int]) -> Callable[[], list[NDArray[np.float32]]]:
@@ -145,9 +154,39 @@ class EngineAdmin:
             for answer in answers
         ]
 
+    def layouts(self, types: Mapping[str, TensorType], together: Sequence[Sequence[str]]) -> list[list[EngineShard]]:
+        """Return, for each engine, what each of its ranks holds.
+
+        Args:
+            types: the tensors of the model.
+            together: names of the tensors that form one parameter.
+        """
+        request = {"types": {name: (kind.shape, kind.dtype) for name, kind in types.items()}, "together": together}
+        answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))
+        return [[EngineShard.from_json(rank) for rank in engine] for engine in answers]
+
+    def tell_ranks(self, action: str, engines: Sequence[Sequence[object]]) -> None:
+        """Do an action in every rank of every engine; each gets its own value. Raises WeightPushError: one refuses."""
+        answers = self._ask_ranks([action + json.dumps(ranks) for ranks in engines])
+        for url, of_engine in zip(self.urls, answers, strict=True):
+            for rank, answer in enumerate(of_engine):
+                if answer["error"]:
+                    raise WeightPushError(f"{url}: rank {rank} refuses the push: {answer['error']}")
+
+    def received(self) -> list[dict[str, int]]:
+        """Return figures of the last exchange in bytes, for each rank of each engine: `received`, `held` and
+        `largest_buffer`."""
+        return [rank for engine in self._ask_ranks([RECEIVED_ACTION] * len(self.urls)) for rank in engine]
+
     def post_all(self, endpoint: str, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list["Future[Any]"]:
         """POST each body to its server; a future holds the JSON answer or a WeightPushError."""
         return [self._pool.submit(self._post, url, endpoint, body) for url, body in bodies]
+
+    def _ask_ranks(self, actions: Sequence[str]) -> list[list[Any]]:
+        """Return the answers of each engine's ranks to its action."""
+        bodies = [(url, {"action": action}) for url, action in zip(self.urls, actions, strict=True)]
+        answers = [post.result() for post in self.post_all("weights_checker", bodies)]
+        return [[json.loads(rank["checksums"]["answer"]) for rank in answer["ranks"]] for answer in answers]
 
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         where = f"{url}/{endpoint.removeprefix('/')}"

@@ -1,5 +1,7 @@
 """Environment variables of a job's processes, by the device on which they compute."""
 
+import os
+
 from arpo_megatron.config import Platform
 from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
 
@@ -17,9 +19,15 @@ _IMPORT_WARNINGS = "ignore:Transformer Engine and Apex are not installed,ignore:
 """Filters of warnings that Megatron-Core prints on import. They would hide the cause of a failure in a short log."""
 
 
+NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Variables that SGLang sets in its processes if they are unset. All members of a group must agree on them."""
+
+
 def process_environment(platform: Platform) -> dict[str, str]:
     """Return the variables for every process of a job that computes on `platform`."""
-    return CPU_ENVIRONMENT if platform == "cpu" else WAITING_ENVIRONMENT
+    if platform == "cpu":
+        return CPU_ENVIRONMENT
+    return WAITING_ENVIRONMENT | {name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()}
 
 
 def trainer_environment(platform: Platform, *, emulate_te: bool = False) -> dict[str, str]:

@@ -212,16 +212,15 @@ class Entry:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
 
-    def split(self, limit: int | None, *, fused: bool) -> list[list[Rows]]:
+    def split(self, limit: int | None) -> list[list[Rows]]:
         """Split the entry into groups of tensors that are sent together: all tensors, or single tensors in blocks of
         rows.
 
         Args:
             limit: largest number of elements in a group, unless a single row (of query, key and value: the rows of one
                 query group) has more; None for no limit.
-            fused: always send the tensors of one parameter together and whole.
         """
-        if limit is None or (fused and len(self.hf) > 1) or sum(map(prod, self.hf.values())) <= limit:
+        if limit is None or sum(map(prod, self.hf.values())) <= limit:
             return [[Rows(name, size, 0, size[0]) for name, size in self.hf.items()]]
         found = []
         for name, size in self.hf.items():
@@ -264,17 +263,16 @@ def hf_bytes(spec: ModelSpec, itemsize: int) -> int:
     return sum(prod(size) for size in hf_shapes(spec).values()) * itemsize
 
 
-def plan_buckets(spec: ModelSpec, limit: int, *, fused: bool = False) -> list[list[Rows]]:
+def plan_buckets(spec: ModelSpec, limit: int) -> list[list[Rows]]:
     """Plan the buckets of a push: whole tensors of the table, or a block of a parameter that is larger.
 
     Args:
         spec: the model.
         limit: largest number of elements in a bucket.
-        fused: see `Entry.split`; a bucket may then exceed `limit`.
     """
     found: list[list[Rows]] = [[]]
     elements = 0
-    for together in (group for entry in entries(spec) if not entry.copy for group in entry.split(limit, fused=fused)):
+    for together in (group for entry in entries(spec) if not entry.copy for group in entry.split(limit)):
         size, is_block = sum(rows.elements for rows in together), not together[0].are_all
         if elements and (is_block or elements + size > limit):
             found.append([])

@@ -134,8 +134,14 @@ class ModelSpec:
         """Raise UserError if SGLang cannot quantize the weights that it receives.
 
         Its loader for pushed weights (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys and the
-        router and experts of a mixture, without keeping their scales.
+        router and experts of a mixture, without keeping their scales. Ranks beyond the number of key/value heads hold
+        copies of heads, whose scales it would divide.
         """
+        if engine.quantization != "none" and engine.tensor > self.kv_heads:
+            raise UserError(
+                f"engine.quantization={engine.quantization} needs engine.tensor <= {self.kv_heads}, the model's "
+                f"key/value heads, not {engine.tensor}"
+            )
         if engine.quantization != "none" and (self.qk_norm or self.experts is not None):
             raise UserError(
                 f"engine.quantization={engine.quantization} is not possible with a {self.family} model: SGLang would "

@@ -69,7 +69,7 @@ def job_memory(config: JobConfig, spec: ModelSpec, hardware: Hardware, largest: 
     if config.sft_only:  # without engines
         return Memory({**training, **common}, {}, {}, _host(config, spec), 0)
     static = {name: size for name, size in training.items() if name in STATIC}
-    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config, spec)}
+    rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config)}
     if shared(config):
         rollout |= engine
         training = {**training, "engine_at_rest": ENGINE_AT_REST}
@@ -177,18 +177,9 @@ def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, valu
     return max(backward, chunk * (2 * value + 8))
 
 
-def _push_buckets(config: JobConfig, spec: ModelSpec) -> float:
-    """Return the bytes of the two buckets of a weight push on the first rank (weights/export.py).
-
-    A bucket that is shared with an engine must hold the largest tensor whole. For an engine that quantizes, gate and up
-    projection go into one bucket.
-    """
-    bucket = config.sync.bucket_mb * 2.0**20
-    if config.engine.quantization != "none":
-        bucket = max(bucket, 2.0 * spec.ffn * spec.hidden * value_bytes(config))
-    if config.sync.transport == "ipc" or (config.sync.transport == "auto" and shared(config)):
-        return bucket + max(bucket, spec.vocabulary * spec.hidden * value_bytes(config))
-    return 2 * bucket
+def _push_buckets(config: JobConfig) -> float:
+    """Return the bytes of the two buckets of a weight push that a rank holds (weights/reshard.py)."""
+    return 2 * config.sync.bucket_mb * 2.0**20
 
 
 def engine_weights(config: JobConfig, spec: ModelSpec) -> float:

@@ -245,16 +245,18 @@ def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
 def _push(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Return the seconds of a weight push.
 
-    Gathering a bucket overlaps with sending the one before, so the slower one counts. On one node, engines share memory
-    with the trainer. Engines on GPUs of their own use NCCL. Colocated engines on several nodes, or with
-    `sync.transport=broadcast`, use gloo, because NCCL refuses two ranks on one GPU (`weights/sync.py`); gloo's root
-    sends everything to log2 of the ranks (a binomial tree, gloo's broadcast.cc). Files (`disk`) count as network
-    traffic, because their speed is unknown here.
+    Each engine rank receives its shard, and trainer ranks share the sending. The busier kind counts; neither grows with
+    the number of nodes. If each node has a whole replica of the trainer's model, colocated engines receive
+    from their own node. Colocated engines with `sync.transport=network` use gloo, because NCCL refuses two ranks on one
+    GPU. Files (`disk`) count as network traffic of rank 0, because their speed is unknown here.
     """
     size, transport = whole_model(spec).total * value_bytes(config), config.sync.transport
-    spread = config.parallel.world_size > hardware.gpus
-    if shared(config) and (transport == "broadcast" or (transport == "auto" and spread)):
-        ranks = 1 + config.engine.tensor * config.engine.replicas
-        return PUSH_OVERHEAD_S + size * math.ceil(math.log2(ranks)) / GLOO_SPEED
-    slowest = hardware.network if spread or transport == "disk" or not shared(config) else hardware.link
-    return PUSH_OVERHEAD_S + size / (slowest * LINK_SHARE)
+    if transport == "disk":
+        return PUSH_OVERHEAD_S + size / (hardware.network * LINK_SHARE)
+    busiest = max(size / config.engine.tensor, size * config.engine.replicas / config.parallel.world_size)
+    if shared(config) and transport == "network":
+        return PUSH_OVERHEAD_S + busiest / GLOO_SPEED
+    parallel = config.parallel
+    stage = max(parallel.tensor * parallel.context, parallel.expert)  # ranks next to each other; stages lie far apart
+    near = parallel.world_size <= hardware.gpus or (parallel.pipeline == 1 and stage <= hardware.gpus)
+    return PUSH_OVERHEAD_S + busiest / ((hardware.link if near and shared(config) else hardware.network) * LINK_SHARE)

@@ -1,6 +1,6 @@
 """Rank 0's part of a step: rollouts, rewards, the engines' end of a push. No other rank talks to a service."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.engine.admin import WeightPushError
-from arpo_megatron.engine.wire.buckets import Bucket
-from arpo_megatron.hardware.placement import placement
 from arpo_megatron.monitor.tree_store import TrainedTree, TreeLog, held_out_file, write_trees
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
@@ -27,7 +25,6 @@ from arpo_megatron.trainer.metrics import rollout_counters, rollout_metrics
 from arpo_megatron.trainer.scorer import TreeScorer
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.trainer.step_journal import StepJournal
-from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, WeightSync
 
 if TYPE_CHECKING:
@@ -104,7 +101,12 @@ class Controller:
 
     @classmethod
     def start(
-        cls, session: ActorSession, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast", services: Services
+        cls,
+        session: ActorSession,
+        sync: WeightSync,
+        tasks: Sequence[Task],
+        tokenizer: "PreTrainedTokenizerFast",
+        services: Services,
     ) -> Self:
         """Connect to the services of a job. The controller is closed with the session."""
         config, directory = session.config, session.directory
@@ -121,20 +123,14 @@ class Controller:
                 log=session.note,
                 check=partial(check_stop, session.events),
             ),
-            sync=WeightSync.of(config, services.engine_urls, directory.path, services.engine_token),
+            sync=sync,
         )
         session.closing.callback(controller.close)
         return controller
 
-    @property
-    def push_buffers(self) -> int:
-        """Number of buffers that a push fills in turn; see `Transport.buffers`."""
-        return self.sync.buffers
-
     def close(self) -> None:
-        """Close the rollout process, the engine connections and the judge."""
+        """Close the rollout process and the judge."""
         self.rollouts.close()
-        self.sync.close()
         if self.reward.judge is not None:
             self.reward.judge.close()
 
@@ -181,24 +177,16 @@ class Controller:
         except WeightPushError as error:
             self.session.note(f"an engine has not released its memory: {error}")
 
-    def push(self, buckets: Iterable[Bucket], version: int) -> tuple[Sequence[int], Callable[[], list[Float32Array]]]:
-        """Send the weights to the engines; trees are paused until `resume_trees`.
-
-        Returns:
-            The tokens of the probe, and a function that waits for the log-probs that each engine gives them.
-
-        Raises:
-            WeightPushError: an engine has not taken the weights.
-        """
-        config = self.session.config
+    def prepare_push(self) -> None:
+        """Pause the trees until `resume_trees`, and wait for the engines. Raises WeightPushError."""
         self.collector.before_push()
         self.session.directory.memory_lent.unlink(missing_ok=True)
-        self.sync.engines.wait_until_up(config.engine.startup_timeout_s)
-        if placement(config).shared:  # does nothing on an engine that has its memory, for example a restarted one
-            self.sync.engines.resume_memory()
-        text = self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS]
-        probe = text[: self.sync.push(buckets, version).probe_tokens]
-        return probe, self.sync.engines.start_logprobs(probe)
+        self.sync.engines.wait_until_up(self.session.config.engine.startup_timeout_s)
+
+    def probe_tokens(self, count: int) -> Sequence[int]:
+        """Return the first `count` tokens of the probe after a push."""
+        tokens: list[int] = self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS]
+        return tokens[:count]
 
     def resume_trees(self, version: int) -> None:
         """Let the trees continue with policy `version`, which has been pushed."""

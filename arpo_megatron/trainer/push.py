@@ -5,25 +5,42 @@ from collections.abc import Sequence
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.engine.admin import WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.errors import UserError
 from arpo_megatron.packing.packs import TreePack, pack_trees
+from arpo_megatron.rollout.endpoints import Services
 from arpo_megatron.trainer.consistency import check_push
 from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.tree import Role, RolloutTree
-from arpo_megatron.weights.export import hf_buckets
-from arpo_megatron.weights.sync import probe_gap
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.sync import TIMEOUT_S, PushSettings, WeightSync, probe_gap
 
 PAUSES_S = (1, 2, 4, 8, 15, 30, 30, 30)
 """Pauses between the attempts of one push: two minutes, so that a full disk can be cleared."""
 
 
-def push_with_retries(session: ActorSession, controller: Controller | None, version: int) -> float:
+def connect_engines(session: ActorSession, services: Services) -> WeightSync:
+    """Return this rank's end of pushes; it is closed with the session. All ranks call it."""
+    sync = WeightSync(
+        Control(parallel.group("control")),
+        EngineAdmin(services.engine_urls, TIMEOUT_S, services.engine_token),
+        session.actor.chunks,
+        session.actor.spec,
+        PushSettings.of(session.config, session.directory.path),
+        session.note,
+    )
+    session.closing.callback(sync.close)
+    return sync
+
+
+def push_with_retries(
+    session: ActorSession, sync: WeightSync, controller: Controller | None, version: int, first_gap: float | None = None
+) -> float:
     """Push the actor's weights to the engines as policy `version`; all ranks call it.
 
     Does nothing if the job is asked to end. An attempt that an engine's death interrupts is repeated as soon as the
-    engine is back.
+    engine is back. `first_gap` is the gap of the run's first push, or None if this is it.
 
     Returns:
         The largest gap between trainer and engine log-probs of the probe, in nats, the same on all ranks; 0 if the job
@@ -36,7 +53,7 @@ def push_with_retries(session: ActorSession, controller: Controller | None, vers
     for attempt, pause_s in enumerate((*PAUSES_S, None), start=1):
         if session.stopping():
             return 0.0
-        failure, gap = parallel.broadcast_object(push_once(session, controller, version))
+        failure, gap = parallel.broadcast_object(push_once(session, sync, controller, version, first_gap))
         if not failure:
             return gap
         if pause_s is not None:
@@ -45,38 +62,49 @@ def push_with_retries(session: ActorSession, controller: Controller | None, vers
     raise UserError(f"{attempt} weight pushes in a row have failed ({failure}): fix it and use --resume")
 
 
-def push_once(session: ActorSession, controller: Controller | None, version: int) -> tuple[str, float]:
-    """Push once and check the probe; return what failed at the engines ("" for nothing) and the gap in nats."""
-    config, actor = session.config, session.actor
-    buckets = hf_buckets(
-        actor.chunks,
-        actor.spec,
-        config.sync.bucket_bytes,
-        controller.push_buffers if controller else 0,
-        fused=config.engine.quantization != "none",
-    )
-    probe, engine_scores, failure = None, None, ""
+def push_once(
+    session: ActorSession, sync: WeightSync, controller: Controller | None, version: int, first_gap: float | None
+) -> tuple[str, float]:
+    """Push once and check the probe; return what failed at the engines ("" for nothing) and the gap in nats.
+
+    If rounding does not explain the probe's gap, the push is repeated with checksums, which decide.
+    """
+    while True:
+        failure, gap, explained = parallel.broadcast_object(
+            _push_and_probe(session, sync, controller, version, first_gap)
+        )
+        if failure or explained:
+            break
+        session.note(
+            f"the log-probs after the push of version {version} differ by {gap:.2e} nats: checking all weights"
+        )
+        sync.verify_next()
+    if not failure and controller is not None:
+        controller.resume_trees(version)
+    return failure, gap
+
+
+def _push_and_probe(
+    session: ActorSession, sync: WeightSync, controller: Controller | None, version: int, first_gap: float | None
+) -> tuple[str, float, bool]:
+    """Return what failed, the gap, and whether the gap is explained."""
+    try:
+        report = sync.push(version, controller.prepare_push if controller else lambda: None)
+    except WeightPushError as error:  # on all ranks
+        return str(error), 0.0, False
+    probe, engine_scores = None, None
     if controller is not None:
-        try:
-            tokens, engine_scores = controller.push(buckets, version)
-            probe = probe_pack(tokens)
-        except WeightPushError as error:
-            failure = str(error)
-    for _ in buckets:  # every rank takes part in gathering the shards, also if the push failed
-        pass
-    if (probe := parallel.broadcast_object(probe)) is None:
-        return failure, 0.0
+        tokens = controller.probe_tokens(report.probe_tokens)
+        probe, engine_scores = probe_pack(tokens), sync.engines.start_logprobs(tokens)
     # The engines compute the probe's log-probs at the same time, at temperature 1 as for every prompt.
-    logprobs = actor.logprobs([probe], temperature=1.0, training=False)[0]
-    if controller is None or engine_scores is None:
-        return "", 0.0
+    logprobs = session.actor.logprobs([parallel.broadcast_object(probe)], temperature=1.0, training=False)[0]
+    if engine_scores is None:
+        return "", 0.0, True
     try:
         gap = max(probe_gap(logprobs, engine) for engine in engine_scores())
     except WeightPushError as error:
-        return str(error), 0.0
-    check_push(gap, version, config)
-    controller.resume_trees(version)
-    return "", gap
+        return str(error), 0.0, False
+    return "", gap, check_push(gap, first_gap, version, session.config, equal=bool(report.verified))
 
 
 def probe_pack(token_ids: Sequence[int]) -> TreePack:

@@ -41,11 +41,12 @@ from arpo_megatron.trainer.controller import Controller, ControllerState
 from arpo_megatron.trainer.export_files import export_files
 from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
-from arpo_megatron.trainer.push import push_with_retries
+from arpo_megatron.trainer.push import connect_engines, push_with_retries
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.utils.atomic import explain_disk_errors, write_json
 from arpo_megatron.utils.code_version import code_version
 from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.sync import WeightSync
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ class RunState:
     """Sums over all steps by name: forks, tool calls, tokens, mean entropies."""
     success: dict[str, float] = field(default_factory=dict)
     """Held-out success in [0, 1] by evaluation: "before", "step_4", ..., "after"."""
+    logprob_gap_first: float | None = None
+    """|trainer - engine| of the first push's probe, in nats: the rounding of this model."""
     logprob_gap_max: float = 0.0
     """Largest |trainer - engine| log-prob so far, in nats."""
     skipped_in_a_row: int = 0
@@ -73,6 +76,7 @@ class TrainingRun:
     """One rank of a run between its set-up and its export."""
 
     session: ActorSession
+    sync: WeightSync
     controller: Controller | None
     """The controller on rank 0; None on other ranks."""
     held_out: Sequence[Task]
@@ -87,10 +91,11 @@ class TrainingRun:
         """Connect rank 0 to the services of the job, and resume the run from its newest checkpoint."""
         tokenizer = load_tokenizer(session.start)
         data = load_data(session.config, tokenizer)
-        controller = None
+        services, controller = Services.from_environment(), None
+        sync = connect_engines(session, services)
         if parallel.is_rank_zero():
-            controller = Controller.start(session, data.train, tokenizer, Services.from_environment())
-        run = cls(session, controller, data.held_out)
+            controller = Controller.start(session, sync, data.train, tokenizer, services)
+        run = cls(session, sync, controller, data.held_out)
         run.resume()
         return run
 
@@ -209,7 +214,9 @@ class TrainingRun:
 
     def push_weights(self, version: int) -> None:
         """Push the weights to the engines as policy `version`. Raises as `push_with_retries` does."""
-        gap = push_with_retries(self.session, self.controller, version)
+        gap = push_with_retries(self.session, self.sync, self.controller, version, self.state.logprob_gap_first)
+        if self.state.logprob_gap_first is None:
+            self.state.logprob_gap_first = gap
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
 
     def finish_step(

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from arpo_megatron.engine.wire.buckets import Block, Bucket
 from arpo_megatron.hardware import malloc
 from arpo_megatron.models.mapping import Entry, Rows, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import flush, replace_directory
 from arpo_megatron.utils.heartbeat import beat
+from arpo_megatron.weights.buckets import Block, Bucket
 from arpo_megatron.weights.shards import LocalParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -53,36 +53,30 @@ def hf_tensors(chunks: Sequence[nn.Module], spec: ModelSpec) -> Iterator[tuple[s
         chunks: this rank's part of the model, wrapped or not (see `load_hf`).
         spec: the whole model.
     """
-    return _gather(chunks, spec, None, limit=None, fused=True)
+    return _gather(chunks, spec, None, limit=None)
 
 
-def hf_buckets(
-    chunks: Sequence[nn.Module], spec: ModelSpec, bucket_bytes: int, buffers: int = 2, *, fused: bool = False
-) -> Iterator[Bucket]:
+def hf_buckets(chunks: Sequence[nn.Module], spec: ModelSpec, bucket_bytes: int) -> Iterator[Bucket]:
     """Yield the tensors of `hf_tensors` in buckets, each gathered when it is requested.
 
     A collective: every rank must run the iterator to its end; only rank 0 gets buckets. The tensors of one Megatron
     parameter, which SGLang fuses too (query, key and value; gate and up projection), share a bucket if they fit.
     Otherwise they come one after the other, and tensors larger than a bucket come in blocks of rows. Gathered tensors
-    lie in buffers that take turns: with two buffers, a bucket stays valid while the next one is gathered, and no
-    longer.
+    lie in two buffers that take turns: a bucket stays valid while the next one is gathered, and no longer.
 
     Args:
         chunks: this rank's part of the model.
         spec: the whole model.
         bucket_bytes: largest size of a bucket, unless a single row is larger.
-        buffers: number of buffers of that size, for tensors that are not whole in the model already.
-        fused: keep all tensors of a parameter in one bucket even if it is larger; engines that quantize need them
-            together.
     """
-    pool = _BufferPool(bucket_bytes, buffers)
+    pool = _BufferPool(bucket_bytes)
     limit = bucket_bytes // next(chunks[0].parameters()).dtype.itemsize
-    tensors = _gather(chunks, spec, pool, limit=limit, fused=fused)
+    tensors = _gather(chunks, spec, pool, limit=limit)
     if dist.get_rank():
         for _ in tensors:
             pass
         return
-    for planned in plan_buckets(spec, limit, fused=fused):
+    for planned in plan_buckets(spec, limit):
         pool.turn()
         yield _bucket(list(islice(tensors, len(planned))), planned[0])
     for _ in tensors:  # run the code after the last tensor
@@ -150,7 +144,7 @@ def write_hf(
 
 
 def _gather(
-    chunks: Sequence[nn.Module], spec: ModelSpec, pool: "_BufferPool | None", *, limit: int | None, fused: bool
+    chunks: Sequence[nn.Module], spec: ModelSpec, pool: "_BufferPool | None", *, limit: int | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather the parts of `Entry.split` of every entry into the pool's buffers, or into new memory without a pool."""
     local = LocalParameters.of(chunks)
@@ -160,7 +154,7 @@ def _gather(
         beat()
         found = local.find(entry)
         indices = {name: index for index, name in enumerate(entry.hf)}
-        for rows in (rows for together in entry.split(limit, fused=fused) for rows in together):
+        for rows in (rows for together in entry.split(limit) for rows in together):
             route = _Route(entry, spec, stage, rows, next(iter(local.parameters.values())), pool)
             part = None if found is None else entry.parts(found[1].detach(), route.ranks)[indices[rows.name]]
             whole = route.to_rank_zero(part)
@@ -179,9 +173,9 @@ class _BufferPool:
     The allocator alone would spread tensors of many sizes over more memory than is in use at a time.
     """
 
-    def __init__(self, size: int, buffers: int) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._buffers: list[Tensor | None] = [None] * buffers
+        self._buffers: list[Tensor | None] = [None, None]
         self._used = 0
 
     def turn(self) -> None:

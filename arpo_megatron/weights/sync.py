@@ -1,45 +1,58 @@
-"""Push weights from the trainer into running SGLang servers: begin, buckets, commit, verify.
+"""Push weights from the trainer into running SGLang servers: resume, begin, exchange, commit, verify.
 
-    begin    every engine refuses to generate (HTTP 503) and has no generation left
-    buckets  one travels while the next is gathered from the trainer's ranks; never more than two exist
-    commit   caches are emptied, answers carry the new policy version, engines generate again
-    verify   the caller compares log-probs of a short probe
+    resume    engines that have lent their memory to the trainer take back the part for the weights
+    begin     every engine refuses to generate (HTTP 503) and has no generation left
+    exchange  each engine rank receives the parts of tensors that it holds, in buckets (`reshard`, `transports`)
+    commit    caches are emptied, answers carry the new policy version, engines generate again
+    verify    the caller compares log-probs of a short probe
 
-At an engine's first push and at every n-th one, checksums of sampled rows on the engine are compared too, and the probe
-is longer.
+At an engine's first push and at every n-th one, checksums of rows of every tensor on the engine are compared too, and
+the probe is longer. The plan is made once, and again when an engine has restarted or a push has failed.
 
-A push that is interrupted before its commit, even by a kill -9 of the trainer, leaves engines that refuse to generate
-until a whole push has arrived.
+A push that is interrupted before its commit, even by a kill -9 of a trainer rank, leaves engines that refuse to
+generate until a whole push has arrived.
 """
 
+import gc
 import hashlib
+import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import nn
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
-from arpo_megatron.engine.wire.buckets import Block, Bucket, named_tensors
+from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, EngineEndpoint, WeightPushError
+from arpo_megatron.engine.wire.boxes import Box, EngineShard
 from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import placement
-from arpo_megatron.weights.transports import Broadcast, Disk, SharedMemory, Transport
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights import reshard
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.export import hf_buckets
+from arpo_megatron.weights.local import LocalShard
+from arpo_megatron.weights.reshard import Round, TrainerShard
+from arpo_megatron.weights.transports import Disk, Exchange, Handover, Network, Transport
 
 TIMEOUT_S = 120.0
-"""Deadline of a request to an engine, in seconds: for joining, a bucket, or running generations."""
+"""Deadline of a request to an engine, in seconds: for joining, an exchange, or running generations."""
 PROBE_TOKENS = 3
 """Length of the probe after a push. Its last log-prob depends on every weight and on how two tokens mix; so few rows
 cost no more than reading the weights."""
 LONG_PROBE_TOKENS = 16
 """Length of the probe after a verified push; errors in queries and keys, which mix tokens, show better in it."""
-_SAMPLED_SHARE = 16
-"""One in this many of a bucket's tensors is sampled for checksums, at least one; so are all tensors sent in blocks."""
-_SAMPLE_BYTES = 2**20
-"""Bytes sampled of a tensor's rows."""
+_SAMPLE_BYTES = 2**18
+"""Bytes of rows that are compared of each tensor in a verified push."""
+
+Kind = Literal["auto", "network", "ipc", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +62,76 @@ class PushReport:
     seconds: float
     """Wall time from begin to commit, or to the comparison of checksums."""
     bytes: int
-    """Bytes sent to each engine."""
-    buckets: int
+    """Bytes of all tensors of the model."""
     verified: tuple[str, ...]
     """Names of the tensors whose checksums were compared."""
     probe_tokens: int
     """Length of the probe whose log-probs the caller compares next."""
 
 
+@dataclass(frozen=True, slots=True)
+class PushSettings:
+    """How weights are pushed."""
+
+    kind: Kind = "auto"
+    """`sync.transport`."""
+    bucket_bytes: int = 256 * 2**20
+    """Most bytes that a process handles in one round; it holds two of them."""
+    verify_every: int = 20
+    """Pushes from one verification to the next. 0 verifies only pushes to engines that no whole push has reached since
+    their start or since a failed push."""
+    comparable: bool = True
+    """The engines hold the trainer's bits. False if they quantize them; checksums are then not compared."""
+    lent: bool = False
+    """Engines lend their memory to the trainer between pushes."""
+    directory: Path = Path("sync")
+    """Directory for `disk`."""
+
+    @classmethod
+    def of(cls, config: JobConfig, run: Path) -> Self:
+        """Return the settings of a job with this run directory."""
+        return cls(
+            kind=config.sync.transport,
+            bucket_bytes=config.sync.bucket_bytes,
+            verify_every=config.sync.verify_every,
+            comparable=config.engine.quantization == "none",
+            lent=placement(config).shared,
+            directory=_directory(config.sync.directory, run),
+        )
+
+
 class WeightSync:
-    """The trainer's end of a push, on rank 0.
+    """One trainer rank's end of pushes. All ranks have one and call its methods together.
 
     Args:
-        requests: requests to the engines; closed with this object.
-        transport: carries the buckets; closed with this object.
-        verify_every: pushes from one verification to the next. 0 verifies only pushes to engines that no whole push has
-            reached since their start or since a failed push.
-        comparable: the engines hold the trainer's bits. False if they quantize them; checksums are then not compared.
+        control: the trainer's ranks.
+        requests: requests to the engines; only rank 0 sends any. Closed with this object.
+        chunks: this rank's part of the model, wrapped or not.
+        spec: the whole model.
+        settings: how to push.
+        note: logs a line for the user.
     """
 
     def __init__(
-        self, requests: EngineAdmin, transport: Transport, *, verify_every: int, comparable: bool = True
+        self,
+        control: Control,
+        requests: EngineAdmin,
+        chunks: Sequence[nn.Module],
+        spec: ModelSpec,
+        settings: PushSettings,
+        note: Callable[[str], None] = print,
     ) -> None:
+        self._control = control
         self._requests = requests
-        self._transport = transport
-        self._verify_every = verify_every
-        self._comparable = comparable
+        self._chunks = chunks
+        self._spec = spec
+        self._settings = settings
+        self._note = note
+        self._local = LocalShard.of(chunks, spec)
+        self._trainers: list[TrainerShard] = []
+        self._owners: dict[str, dict[Box, list[int]]] = {}
+        self._rounds: Sequence[Round] = ()
+        self._transport: Transport | None = None
         self._reached: tuple[EngineEndpoint, ...] = ()
         """The engines of the last push, if it succeeded."""
         self._since_verified = 0
@@ -82,121 +139,190 @@ class WeightSync:
 
     @property
     def engines(self) -> EngineAdmin:
-        """Requests to the engines outside a push."""
+        """Requests to the engines outside a push, for rank 0."""
         return self._requests
 
     @property
-    def buffers(self) -> int:
-        """Number of buffers that `export.hf_buckets` must use for this transport."""
-        return self._transport.buffers
+    def rounds(self) -> Sequence[Round]:
+        """The plan of the last push that resharded."""
+        return self._rounds
 
     @property
-    def fused(self) -> bool:
-        """Whether `export.hf_buckets` must keep the tensors of a parameter together, because engines quantize them."""
-        return not self._comparable
+    def transport(self) -> Transport | None:
+        """The transport of the last push; None before the first one."""
+        return self._transport
 
-    @classmethod
-    def of(cls, config: JobConfig, urls: Sequence[str], run: Path, token: str | None = None) -> Self:
-        """Create the sync that a job's config describes.
-
-        Args:
-            config: the job.
-            urls: http://host:port of each engine.
-            run: the run directory.
-            token: access token of the engines, if they require one.
-
-        Raises:
-            UserError: the transport cannot reach an engine.
-        """
-        requests = EngineAdmin(urls, TIMEOUT_S, token)
-        shared = placement(config).shared
-        kind = config.sync.transport
-        transport: Transport
-        if kind == "disk":
-            transport = Disk(requests, _directory(config.sync.directory, run))
-        elif kind == "ipc" or (kind == "auto" and shared):
-            transport = SharedMemory(requests)
-        else:  # NCCL refuses two ranks on one GPU
-            transport = Broadcast(requests, "gloo" if shared else None)
-        comparable = config.engine.quantization == "none"
-        return cls(requests, transport, verify_every=config.sync.verify_every, comparable=comparable)
-
-    def push(self, buckets: Iterable[Bucket], version: int) -> PushReport:
+    def push(self, version: int, prepare: Callable[[], None] = lambda: None) -> PushReport:
         """Replace the engines' weights and set their policy version.
 
         Args:
-            buckets: full tensors under Hugging Face names, each bucket made when it is requested (`export.hf_buckets`).
-                A tied head needs no entry: SGLang's head is its embedding.
             version: policy version that every later answer of an engine reports (`meta_info["weight_version"]`).
+            prepare: called on rank 0 first; may raise WeightPushError.
 
         Raises:
-            WeightPushError: an engine failed, or its weights differ; the next push starts from the beginning.
-            ValueError: there are no tensors.
+            WeightPushError: an engine failed, or its weights differ; the next push starts from the beginning. All ranks
+                raise it.
+            UserError: `sync.transport=ipc` cannot reach an engine.
         """
         started = time.monotonic()
         reached, self._reached = self._reached, ()
+        control = self._control
         try:
-            engines = self._requests.begin_push(version)
-            verify = engines != reached or self._since_verified == self._verify_every
-            self._transport.connect(engines)
-            sampler = np.random.default_rng(version) if verify and self._comparable else None
-            total, count, sums = self._send(buckets, sampler)
-            self._requests.commit_push(version, self._transport.finish())
+            control.on_rank_zero(prepare)
+            if self._settings.lent:
+                self._resume_weights()
+            engines = control.on_rank_zero(lambda: self._requests.begin_push(version))
+            verify = engines != reached or self._since_verified == self._settings.verify_every
+            if engines != reached or self._transport is None:
+                self._connect(engines)
+            loads = self._send()
+            control.on_rank_zero(partial(self._finish, version, loads))
         except BaseException:
-            self._transport.close()  # trainer and engines may disagree about the buckets sent
+            self._disconnect()  # trainer and engines may disagree about what has been sent
             raise
-        if sums:
-            self._verify(sums)
+        verified = self._verify(version) if verify and self._settings.comparable else ()
         self._reached, self._since_verified = engines, 1 if verify else self._since_verified + 1
-        probe_tokens = LONG_PROBE_TOKENS if verify else PROBE_TOKENS
-        return PushReport(time.monotonic() - started, total, count, tuple(sums), probe_tokens)
+        return PushReport(
+            seconds=time.monotonic() - started,
+            bytes=sum(reshard.byte_size(kind) for kind in self._local.types.values()),
+            verified=verified,
+            probe_tokens=LONG_PROBE_TOKENS if verify else PROBE_TOKENS,
+        )
+
+    def verify_next(self) -> None:
+        """Have the next push verified."""
+        self._since_verified = self._settings.verify_every
 
     def close(self) -> None:
         """Disconnect from the engines; engines that have ended are not an error."""
-        self._transport.close()
+        self._disconnect()
         self._requests.close()
 
-    def _send(
-        self, buckets: Iterable[Bucket], sampler: np.random.Generator | None
-    ) -> tuple[int, int, dict[str, tuple[Sample, int]]]:
-        """Send all buckets; return bytes, number of buckets, and the expected checksums of sampled tensors."""
-        total, count = 0, 0
-        sums: dict[str, tuple[Sample, int]] = {}
-        wait: Callable[[], None] | None = None
-        for bucket in buckets:  # gathered while the previous one travels
-            if sampler is not None:
-                _sample(bucket, sampler, sums)
-            arrived = self._transport.send(bucket)  # announced early, so that engines do not idle
-            if wait is not None:
-                wait()
-            wait = arrived
-            total, count = total + sum(tensor.nbytes for _, tensor in named_tensors(bucket)), count + 1
-        if wait is None:
-            raise ValueError("a push needs at least one tensor")
-        wait()
-        return total, count, sums
+    def _resume_weights(self) -> None:
+        """Have the engines allocate the memory of their weights, after every rank has freed what it only caches.
 
-    def _verify(self, sums: dict[str, tuple[Sample, int]]) -> None:
-        by_engine = self._requests.checksums({name: sample for name, (sample, _) in sums.items()})
+        The engines' allocator does not see the memory that the trainer's allocator keeps for later.
+        """
+        free_cached_memory()
+        self._control.gather(None)
+        self._control.on_rank_zero(lambda: self._requests.resume_memory(WEIGHTS))
+
+    def _finish(self, version: int, loads: int) -> None:
+        if self._settings.lent:  # after the push, which needs memory for buckets
+            self._requests.resume_memory(*KV_CACHE)
+        self._requests.commit_push(version, loads)
+
+    def _connect(self, engines: tuple[EngineEndpoint, ...]) -> None:
+        """Choose the transport and give every engine its part of the plan."""
+        self._disconnect()
+        control, local, settings = self._control, self._local, self._settings
+        if settings.kind == "disk":
+            buckets = partial(hf_buckets, self._chunks, self._spec, settings.bucket_bytes)
+            self._transport = Disk(control, self._requests, buckets, settings.directory)
+            self._trainers = control.gather(local.shard)
+            self._owners = reshard.owners(self._spec, self._trainers)
+            self._transport.connect(Exchange("", engines, (), ()))
+            return
+        together = [list(entry.hf) for entry in reshard.pushed(self._spec)]
+        layouts = control.on_rank_zero(lambda: self._requests.layouts(local.types, together))
+        self._trainers = control.gather(local.shard)
+        self._owners = reshard.owners(self._spec, self._trainers)
+        held = [shard for engine in layouts for shard in engine]
+        kind, reason = choose(settings.kind, self._trainers, held, on_gpu=local.device.type == "cuda")
+        if control.rank == 0:
+            self._note(f"weights travel by {kind}: {reason}")
+        places = [control.ranks + rank for rank in range(len(held))]
+        if kind == "ipc":
+            places = carriers(self._trainers, held)
+        try:
+            self._rounds = reshard.plan_rounds(
+                self._owners, self._trainers, held, local.types, settings.bucket_bytes, places
+            )
+        except ValueError as error:
+            raise WeightPushError(f"the engines' weights do not fit the trainer's: {error}") from error
+        self._transport = self._reaching(kind)
+        name = control.on_rank_zero(lambda: secrets.token_hex(8))
+        self._transport.connect(Exchange(name, engines, self._rounds, places))
+
+    def _reaching(self, kind: str) -> Transport:
+        if kind == "ipc":
+            return Handover(self._control, self._requests, self._local)
+        return Network(self._control, self._requests, self._local, kind)
+
+    def _send(self) -> int:
+        """Send on every rank; return the number of loads. Raises WeightPushError on all ranks if one of them fails."""
+        loads, failure = 0, ""
+        assert self._transport is not None
+        try:
+            loads = self._transport.send()
+        except WeightPushError as error:
+            failure = str(error)
+        if failures := [each for each in self._control.gather(failure) if each]:
+            raise WeightPushError(failures[0])
+        return loads
+
+    def _verify(self, version: int) -> tuple[str, ...]:
+        """Compare checksums of rows of every tensor between trainer and engines; return the names of the tensors."""
+        draw = np.random.default_rng(version)
+        types, rank = self._local.types, self._control.rank
+        samples = {name: Sample.of(kind.meta(), draw.random(), _SAMPLE_BYTES) for name, kind in types.items()}
+        own = [
+            self._local.checksum(name, sample, lambda box, name=name: self._owners[name][box][0] == rank)  # type: ignore[misc]
+            for name, sample in samples.items()
+        ]
+        expected = dict(zip(samples, self._control.sums(own), strict=True))
+        self._control.on_rank_zero(partial(self._compare, samples, expected))
+        return tuple(samples)
+
+    def _compare(self, samples: dict[str, Sample], expected: dict[str, int]) -> None:
+        by_engine = self._requests.checksums(samples)
         for url, checksums in zip(self._requests.urls, by_engine, strict=True):
-            for name, (sample, expected) in sums.items():
-                if difference := sample.difference(checksums[name], expected):
+            for name, sample in samples.items():
+                if difference := sample.difference(checksums[name], expected[name]):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {difference}")
 
+    def _disconnect(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
 
-def _sample(bucket: Bucket, sampler: np.random.Generator, sums: dict[str, tuple[Sample, int]]) -> None:
-    """Add the expected checksums of a bucket; the sampled rows of a tensor sent in blocks may lie in two blocks."""
-    if isinstance(bucket, Block):
-        if not bucket.first:
-            sums[bucket.name] = Sample.of(bucket.whole, sampler.random(), _SAMPLE_BYTES), 0
-        sample, known = sums[bucket.name]
-        piece = sample.piece_in(bucket.tensor.detach(), bucket.whole[bucket.rows])
-        sums[bucket.name] = sample, (known + (0 if piece is None else piece.checksum)) % 2**64
-        return
-    for index in sampler.choice(len(bucket), max(1, len(bucket) // _SAMPLED_SHARE), replace=False):
-        name, tensor = bucket[index]
-        sample = Sample.of(tensor, sampler.random(), _SAMPLE_BYTES)
-        sums[name] = sample, sample.checksum(tensor.detach())
+
+def choose(
+    kind: Kind, trainers: Sequence[TrainerShard], engines: Sequence[EngineShard], *, on_gpu: bool
+) -> tuple[str, str]:
+    """Return how weights travel ("ipc", "nccl" or "gloo"), and why.
+
+    Raises:
+        UserError: `ipc` was asked for, and an engine rank is not next to a trainer rank.
+    """
+    devices = {shard.device for shard in trainers}
+    what = "GPU" if on_gpu else "machine"
+    near = sum(shard.device in devices for shard in engines)
+    if kind == "ipc" and near < len(engines):
+        raise UserError(f"sync.transport=ipc: {len(engines) - near} engine rank(s) are not on a trainer rank's {what}")
+    if kind != "network" and near == len(engines):
+        asked = "" if kind == "auto" else f" (sync.transport={kind})"
+        return "ipc", f"every engine rank is on a trainer rank's {what}{asked}"
+    if not on_gpu:
+        return "gloo", "sync.transport=network" if kind == "network" else "an engine is on another machine"
+    if near:
+        return "gloo", f"{near} engine rank(s) are on trainer GPUs, and NCCL refuses two ranks on one GPU"
+    return "nccl", "the engines have GPUs of their own"
+
+
+def carriers(trainers: Sequence[TrainerShard], engines: Sequence[EngineShard]) -> list[int]:
+    """Return for each engine rank the trainer rank on its device that carries for the fewest engine ranks so far."""
+    found: list[int] = []
+    for engine in engines:
+        near = [rank for rank, trainer in enumerate(trainers) if trainer.device == engine.device]
+        found.append(min(near, key=lambda rank: (found.count(rank), rank)))
+    return found
+
+
+def free_cached_memory() -> None:
+    """Return GPU memory that the allocator keeps for later to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _directory(shared: Path | None, run: Path) -> Path:

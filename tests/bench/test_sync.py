@@ -16,7 +16,7 @@ def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
     figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
     assert figures["model_bytes"] >= 200e6
     for share in ("share_of_floor", "share_of_floor_verified"):
-        assert figures[share] == figures["transports"]["broadcast"][share]
+        assert figures[share] == figures["transports"]["network"][share]
     for name in TRANSPORTS:
         found = figures["transports"][name]
         assert len(found["push_s"]) == len(found["verified_push_s"]) == len(found["floor_s"]) == 1
@@ -30,14 +30,21 @@ def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
         for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # trainer rank 0, and the engine
             assert found[process] <= found["two_buckets_bytes"], (name, process, found)
     assert not list(tmp_path.iterdir())
+    for kind in ("network", "ipc"):
+        found = figures["resharding"][kind]
+        assert found["bytes_over_own_shard"] == 1
+        assert found["largest_buffer_over_bucket"] <= 1
+        assert len(found["push_s"]) == 1
+    (exchange,), (push,) = figures["resharding"]["network"]["exchange_s"], figures["resharding"]["network"]["push_s"]
+    assert figures["exchange_over_push"] == pytest.approx(exchange / push, rel=0.05)
+    assert figures["bytes_over_own_shard"] == 1
+    assert figures["largest_buffer_over_bucket"] <= 1
 
 
 def test_embedding_of_four_buckets_needs_two(tmp_path):
-    """SGLang reads whole tensors from shared memory, so `ipc` needs one bucket, the embedding and 16 MB."""
     bucket_mb, vocabulary = 32, 24576
     found = bench_sync(200, 2, bucket_mb, 1, tmp_path, vocabulary)["transports"]
-    embedding, buckets = vocabulary * 4096, 2 * bucket_mb * 2**20
-    for name, limit in {"broadcast": buckets, "disk": buckets, "ipc": buckets // 2 + embedding + 2**24}.items():
+    for name in TRANSPORTS:
         assert found[name]["probe_gap"] < 1e-4, name
-        assert found[name]["peak_extra_bytes"] <= limit, (name, found[name])
-    assert found["broadcast"]["engine_peak_extra_bytes"] <= buckets
+        assert found[name]["peak_extra_bytes"] <= 2 * bucket_mb * 2**20, (name, found[name])
+    assert found["network"]["engine_peak_extra_bytes"] <= 2 * bucket_mb * 2**20

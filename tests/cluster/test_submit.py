@@ -206,27 +206,26 @@ def test_resume_keeps_nodes_of_a_cpu_job(tmp_path: Path, sent: list[Submission])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "nodes", "placement", "transport"),
+    ("arguments", "nodes", "placement"),
     [
-        ([], 2, "colocated", "broadcast"),
-        (["engine.restarts=3"], 2, "colocated", "broadcast"),
-        (["--nodes", "1"], 1, "colocated", "auto"),
-        (["--nodes", "4"], 4, "split", "auto"),
-        (["--nodes", "4", "engine.placement=colocated"], 4, "colocated", "broadcast"),
-        (["sync.transport=disk"], 2, "colocated", "disk"),
+        ([], 2, "colocated"),
+        (["engine.restarts=3"], 2, "colocated"),
+        (["--nodes", "1"], 1, "colocated"),
+        (["--nodes", "4"], 4, "split"),
+        (["--nodes", "4", "engine.placement=colocated"], 4, "colocated"),
     ],
 )
 def test_auto_is_replaced_for_each_submission(
-    tmp_path: Path, sent: list[Submission], arguments: list[str], nodes: int, placement: str, transport: str
+    tmp_path: Path, sent: list[Submission], arguments: list[str], nodes: int, placement: str
 ) -> None:
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
     run = submitted(tmp_path, config, profile(gpu="h100-80", runs=str(tmp_path)), nodes=2)
     settled = resolve.load(run.config)  # for the job
-    assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")
+    assert settled.engine.placement == "colocated"
     done = CliRunner().invoke(app, ["resume", str(run.path), *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (job,) = sent
-    assert (job.layout.nodes, job.config.engine.placement, job.config.sync.transport) == (nodes, placement, transport)
+    assert (job.layout.nodes, job.config.engine.placement) == (nodes, placement)
 
 
 def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +236,7 @@ def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pyte
     submission = prepare_submission(config, profile(runs=str(tmp_path)), nodes=2)
     submit_jobs(submission)
     found = config_before_auto(submission.run)
-    assert (found.engine.placement, found.sync.transport) == ("auto", "auto")
+    assert found.engine.placement == "auto"
     assert replace(found, run_dir=None) == config
 
 
@@ -329,14 +328,6 @@ def test_batch_script_follows_the_profile(tmp_path: Path) -> None:
     assert "WANDB_API_KEY" not in text
     assert "# trainer   nodes 0 to 1" in text
     assert "# engine-7  node 2, GPU 7" in text
-
-
-def test_colocated_engines_on_several_nodes_use_broadcast() -> None:
-    config = resolve.resolve(
-        "quickstart", overrides=["parallel.data=16", "engine.placement=colocated", "engine.replicas=8"]
-    )
-    settled = prepare_submission(config, profile(), nodes=None).config
-    assert (settled.engine.placement, settled.sync.transport) == ("colocated", "broadcast")
 
 
 def test_job_with_unset_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["engine.quantization=fp8", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
         (
             ["engine.quantization=fp8", "model.dtype=bfloat16", "sync.transport=disk"],
-            "needs sync.transport=broadcast or ipc",
+            "needs sync.transport=network or ipc",
         ),
+        (["engine.deterministic=true", "engine.tensor=2"], "engine.deterministic=true needs engine.tensor=1, not 2"),
         (["sync.directory=/shared"], "sync.directory needs sync.transport=disk, not auto"),
         (["rollout.max_staleness=1", "algorithm.sampling_correction=none"], "set algorithm.sampling_correction=tis"),
         (["algorithm.replay=rollout_replay", "algorithm.sampling_correction=none"], "algorithm.replay=rollout_replay"),

@@ -13,6 +13,7 @@ from torch import nn
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine import launch
 from arpo_megatron.engine.server import checksums, gate, receive
+from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Sample
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import Placement
@@ -46,24 +47,13 @@ def test_checksums_use_the_runners_model() -> None:
     assert json.loads(answer["checksums"]["head"])
 
 
-def test_model_runner_receives_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(receive.dist, "get_backend", lambda _: "gloo")
-    monkeypatch.setattr(receive.dist, "all_reduce", lambda *_, **__: done)
-
-    def broadcast(tensor: torch.Tensor, **_: Any) -> SimpleNamespace:
-        tensor.fill_(3.0)
-        return done
-
-    monkeypatch.setattr(receive.dist, "broadcast", broadcast)
-    model = Model()
-    runner = SimpleNamespace(
-        model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
-    )
-    arrived = receive._receive_in_runner(runner, ["head"], ["float32"], [[4, 4]], group_name="group")
-    assert arrived[0], arrived
-    assert receive._receive_in_runner(runner, [], [], [], group_name="group")[0]
-    assert model.head.eq(3.0).all()
+def test_model_runner_takes_part_in_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(receive._shard, "receive", lambda plan, deadline_s: received.append((plan, deadline_s)))
+    settings = EXCHANGE_FORMAT + json.dumps({"plan": "newest", "deadline_s": 3.0})
+    assert receive._receive(None, [], [], [], "group", settings)[0]
+    assert received == [("newest", 3.0)]
+    assert not receive._receive(None, ["head"], ["float32"], [[4, 4]], "group")[0]
 
 
 def test_engine_environment_has_no_variables_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

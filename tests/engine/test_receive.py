@@ -1,18 +1,15 @@
-"""Which tensors of a push an engine receives straight into its parameters, and how it assembles the others."""
+"""Which boxes of a push an engine rank holds, and how pieces get into its parameters."""
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.checksums import held_pieces
-from arpo_megatron.engine.server.parameters import find_copies
-from arpo_megatron.engine.server.receive import whole_parameters
-from arpo_megatron.engine.wire.buckets import Block
+from arpo_megatron.engine.server.parameters import EngineParameters, find_copies
+from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, box_of, inside, size
 from arpo_megatron.engine.wire.checksums import Sample
 
 
@@ -56,18 +53,28 @@ class Loader(nn.Module):
                     self.scalar.data.fill_(tensor.item())
 
 
-def test_whole_parameters_are_those_that_loading_only_copies() -> None:
+SIZE = (4, 4)
+HELD = {"gate", "up", "rows", "columns", "cast", "twice"}
+
+
+def shapes(*names: str) -> dict[str, TensorType]:
+    return {name: TensorType((2, 4) if name == "gate" else SIZE, "float32") for name in names}
+
+
+def test_rank_holds_the_boxes_that_loading_copies() -> None:
     model = Loader()
-    shapes = {"gate": (2, 4), "up": (4, 4), "moved": (4, 4), "scalar": (1,)}
-    shapes |= dict.fromkeys(("rows", "columns", "transposed", "cast", "twice", "scaled", "unknown"), (4, 4))
-    found = whole_parameters(model, list(shapes), [torch.float32] * len(shapes), list(shapes.values()))
-    assert found.keys() == {"gate", "up", "moved"}
-    found["gate"].fill_(1)
-    found["up"].fill_(2)
-    assert model.fused[:2].eq(1).all()
-    assert model.fused[2:].eq(2).all()
-    assert not model.scalar.any()  # asking has changed nothing
-    assert not model.scaled.any()
+    types = shapes(*HELD, "transposed", "unknown")
+    held = EngineParameters(model, types, [[name] for name in types]).boxes()
+    assert held == {
+        "gate": [((0, 2), (0, 4))],
+        "up": [((0, 4), (0, 4))],
+        "rows": [((2, 4), (0, 4))],
+        "columns": [((0, 4), (0, 2))],
+        "cast": [((0, 4), (0, 4))],
+        "twice": [((0, 4), (0, 4))] * 2,
+        "transposed": [((0, 4), (0, 4))],
+    }
+    assert not any(parameter.any() for parameter in model.parameters())  # asking has changed nothing
 
 
 def test_find_copies_takes_no_memory() -> None:
@@ -75,86 +82,84 @@ def test_find_copies_takes_no_memory() -> None:
     found = find_copies(Loader(), dict.fromkeys(names, (size, torch.float32)))
     assert [len(found[name]) for name in names] == [1, 1, 1, 1, 1, 2, 0]
     assert all(place.is_meta for copies in found.values() for _, place in copies)
-    assert whole_parameters(Loader(), names, [torch.float32] * len(names), [size] * len(names)) == {}
     (piece,) = held_pieces(Loader(), {"up": Sample(size, "float32", 1, 2)})["up"]
     assert (piece.offset, piece.sizes) == (2**20, (1, 2**20))
 
 
-class Wire:
-    """Stands in for a process group; broadcast tensors arrive at once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.value = torch.empty(0)
-        self.targets: list[int] = []
-        self.done = SimpleNamespace(wait=lambda: None)
-        monkeypatch.setattr(receive.dist, "get_backend", lambda _: "gloo")
-        monkeypatch.setattr(receive.dist, "all_reduce", lambda *_, **__: self.done)
-        monkeypatch.setattr(receive.dist, "broadcast", self._broadcast)
-
-    def _broadcast(self, tensor: Tensor, **_: Any) -> SimpleNamespace:
-        tensor.copy_(self.value)
-        self.targets.append(tensor.untyped_storage().data_ptr())
-        return self.done
+def pieces_of(held: dict[str, list[Box]]) -> list[Piece]:
+    """Every box in two blocks of rows."""
+    found = []
+    for name, boxes in held.items():
+        for at, ((first, last), *others) in enumerate(boxes):
+            for rows in ((first, first + 1), (first + 1, last)):
+                box = (rows, *others)
+                found.append(Piece(name, at, box, 4 * size(box)))
+    return found
 
 
-def push(wire: Wire, model: nn.Module, block: Block | None) -> tuple[bool, str]:
-    runner = SimpleNamespace(
-        model=model, _model_update_group={"group": None}, server_args=SimpleNamespace(quantization=None)
-    )
-    if block is None:
-        return receive._receive_in_runner(runner, [], [], [], group_name="group")
-    wire.value = block.tensor
-    what = [[block.name], ["float32"], [list(block.tensor.shape)]]
-    return receive._receive_in_runner(runner, *what, group_name="group", load_format=block.load_format)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_pieces_equal_loading_the_whole_tensor(quantized: bool) -> None:
+    """An engine that quantizes holds whole tensors, and loads those of a parameter together."""
+    model, expected, loaded = Loader(), Loader(), list[list[str]]()
+    names = ["gate", "up", "rows", "columns", "cast", "transposed", *(["scaled"] if quantized else [])]
+    types, together = shapes(*names), [["gate", "up"], *([name] for name in names[2:])]
+    if quantized:
+        model.quant_config = object()  # type: ignore[assignment]  # as SGLang's models have it
+    parameters, load = EngineParameters(model, types, together), model.load_weights
+
+    def recording(weights: Iterable[tuple[str, Tensor]]) -> None:
+        given = list(weights)
+        loaded.append([name for name, _ in given])
+        load(given)
+
+    model.load_weights = recording  # type: ignore[method-assign]
+    values = {name: torch.randn(kind.shape) for name, kind in types.items()}
+    expected.load_weights(values.items())
+    pieces = pieces_of(parameters.boxes())
+    parameters.check_cover(pieces)
+    parameters.begin()
+    for piece in pieces:
+        received = inside(values[piece.name], types[piece.name].whole, piece.box)
+        if (place := parameters.contiguous([piece], torch.device("cpu"))) is not None:
+            place.copy_(received)
+            parameters.store([piece], [None])
+        else:
+            parameters.store([piece], [received])
+    parameters.end()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+    assert loaded == (together if quantized else [["transposed"]])
+
+
+def test_plan_must_bring_everything_once() -> None:
+    types = shapes("gate", "columns")
+    parameters = EngineParameters(Loader(), types, [["gate"], ["columns"]])
+    plan = pieces_of(parameters.boxes())
+    parameters.check_cover(plan)
+    outside = Piece("columns", 0, ((0, 4), (2, 4)), 32)
+    for wrong in (plan[1:], [*plan, plan[0]], [each for each in plan if each.name == "gate"] + [outside]):
+        with pytest.raises(ValueError, match=r"the plan does not bring each element of (gate|columns)"):
+            parameters.check_cover(wrong)
+    with pytest.raises(ValueError, match="brings up, which this rank does not hold"):
+        parameters.check_cover([*plan, Piece("up", 0, ((0, 4), (0, 4)), 64)])
+
+
+def test_push_ends_only_when_computed_tensors_are_whole() -> None:
+    parameters = EngineParameters(Loader(), shapes("transposed"), [["transposed"]])
+    parameters.begin()
+    parameters.store([Piece("transposed", 0, ((0, 2), (0, 4)), 32)], [torch.ones(2, 4)])
+    with pytest.raises(ValueError, match="transposed has not arrived whole"):
+        parameters.end()
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter", "index", "in_place"),
+    ("index", "box"),
     [
-        ("up", "fused", slice(2, 6), 3),
-        ("rows", "rows", ..., 1),
-        ("columns", "columns", ..., 0),
-        ("twice", "embedding", ..., 0),
-        ("twice", "head", ..., 0),
-        ("cast", "narrow", ..., 0),
-        ("transposed", "embedding", ..., 0),
-        ("scaled", "scaled", ..., 0),
+        ((slice(1, 3), slice(2, 5)), ((1, 3), (2, 5))),
+        ((slice(0, 1), slice(0, 6)), ((0, 1), (0, 6))),
+        ((slice(3, 4), slice(5, 6)), ((3, 4), (5, 6))),
     ],
 )
-def test_blocks_of_rows_equal_the_whole_tensor(
-    monkeypatch: pytest.MonkeyPatch, name: str, parameter: str, index: Any, in_place: int
-) -> None:
-    wire, model, expected = Wire(monkeypatch), Loader(), Loader()
-    whole = torch.randn(4, 4)
-    expected.load_weights([(name, whole)])
-    for first, last in ((0, 1), (1, 3), (3, 4)):
-        assert push(wire, model, Block(name, whole[first:last], first, 4)) == (
-            True,
-            "Succeeded to update parameter online.",
-        )
-    assert push(wire, model, None)[0]
-    assert torch.equal(getattr(model, parameter)[index], getattr(expected, parameter)[index])
-    own = {value.untyped_storage().data_ptr() for value in model.parameters()}
-    assert sum(target in own for target in wire.targets) == in_place
-    if name in ("cast", "transposed", "scaled"):  # collected, and loaded as one
-        assert len(set(wire.targets)) == 1
-
-
-def test_block_before_the_first_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, why = push(Wire(monkeypatch), Loader(), Block("scaled", torch.ones(2, 4), 2, 4))
-    assert not done
-    assert "scaled: its rows from 2 on have arrived before the first ones" in why
-
-
-def test_block_copies_are_the_rows_in_each_part_of_a_parameter() -> None:
-    """A block may contain rows of both ranks of a split vocabulary."""
-    copies = find_copies(Loader(), {"rows": ((4, 4), torch.float32)})["rows"]  # rows 2 and 3
-
-    def taken(first: int, last: int) -> list[tuple[int, ...]] | None:
-        found = receive.block_copies(copies, Block("rows", torch.empty(last - first, 4), first, 4))
-        return None if found is None else [(int(place.storage_offset()), *values.shape) for values, place in found]
-
-    assert taken(0, 2) == []
-    assert taken(1, 3) == [(8, 1, 4)]
-    assert taken(3, 4) == [(12, 1, 4)]
-    assert receive.block_copies([], Block("unknown", torch.empty(1, 4), 0, 4)) is None
+def test_box_of_a_view(index: Any, box: Box) -> None:
+    assert box_of(torch.empty(4, 6, device="meta")[index], (4, 6)) == box
+    assert box_of(torch.empty(4, 6, device="meta").t(), (6, 4)) is None

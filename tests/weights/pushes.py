@@ -1,9 +1,10 @@
-"""A model, its trainer and requests to its engine, for tests of weight pushes."""
+"""A trainer and requests to its engine, for tests of weight pushes."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import torch
 
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.engine.admin import EngineAdmin
-from arpo_megatron.weights.sync import WeightSync
-from arpo_megatron.weights.transports import Broadcast, Transport
-from tests.models.tiny_models import VOCABULARY, make, sample_tokens
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.sync import PushSettings, WeightSync, probe_gap
+from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, sample_tokens
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = sample_tokens(48)
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 20_000
 TINY_BUCKET_BYTES = 3_000
 """All projections, and the embedding, come in blocks."""
 SIZES = EngineConfig(tensor=2, max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
-NORM = ("model.norm.weight", torch.ones(32))
 
 
 def add_tokenizer(directory: Path) -> None:
@@ -35,20 +35,29 @@ def add_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(directory)
 
 
-@contextmanager
-def weight_sync(
-    url: str,
-    make_transport: Callable[[EngineAdmin], Transport] = Broadcast,
-    timeout_s: float = TIMEOUT_S,
-    *,
-    verify_every: int = 1,
-) -> Iterator[WeightSync]:
-    requests = EngineAdmin([url], timeout_s)
-    sync = WeightSync(requests, make_transport(requests), verify_every=verify_every)
-    try:
-        yield sync
-    finally:
-        sync.close()
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
+
+    model: Any
+    spec: ModelSpec
+    reference: Any
+
+    @contextmanager
+    def sync(self, *urls: str, timeout_s: float = TIMEOUT_S, **settings: Any) -> Iterator[WeightSync]:
+        """One rank's end of pushes to these engines; every push is verified unless `settings` say otherwise."""
+        asked = PushSettings(**{"kind": "network", "bucket_bytes": BUCKET_BYTES, "verify_every": 1, **settings})
+        sync = WeightSync(Control(None), EngineAdmin(urls, timeout_s), [self.model], self.spec, asked)
+        try:
+            yield sync
+        finally:
+            sync.close()
+
+    def gap(self, sync: WeightSync, tokens: Any = TOKENS) -> float:
+        """Return the largest difference between the log-probs of trainer and engines."""
+        with torch.no_grad():
+            wanted = megatron_logprobs(self.model, tokens).numpy()
+        return max(probe_gap(wanted, scored) for scored in sync.engines.start_logprobs(tokens.tolist())())
 
 
 def post(url: str, max_new_tokens: int = 4) -> requests.Response:
@@ -80,14 +89,13 @@ def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def trainer(directory: Path, seed: int) -> tuple[Any, Any, Any]:
-    """A Megatron model with random weights, its shape, and the transformers model it was loaded from."""
+def trainer(directory: Path, seed: int) -> Trainer:
+    """A trainer of one rank with random weights."""
     from arpo_megatron.actor.model import build_model
-    from arpo_megatron.models.spec import ModelSpec
     from arpo_megatron.weights.load import load_hf
 
     reference = make(directory / str(seed), "qwen3-tied", seed=seed)
     spec = ModelSpec.from_hf(directory / str(seed))
     model = build_model(spec, ParallelConfig(), "float32")
     load_hf([model], spec, directory / str(seed))
-    return model, spec, reference
+    return Trainer(model, spec, reference)

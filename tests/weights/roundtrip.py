@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.engine.wire.buckets import Block, named_tensors
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights.buckets import Block, named_tensors
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
 from tests.actor.cases import join

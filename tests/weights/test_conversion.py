@@ -164,14 +164,12 @@ def fill(entry: Entry, full: dict[str, Tensor], rank: int, ranks: int) -> Tensor
     return parameter
 
 
-@given(specs_and_ranks(), st.integers(1, 800), st.booleans())
-def test_buckets_are_as_full_as_possible_and_keep_parameters_together(
-    case: tuple[ModelSpec, int], limit: int, fused: bool
-) -> None:
+@given(specs_and_ranks(), st.integers(1, 800))
+def test_buckets_are_as_full_as_possible_and_keep_parameters_together(case: tuple[ModelSpec, int], limit: int) -> None:
     """Or one after the other the blocks of one that does not fit."""
     spec, _ = case
     sizes, tops = hf_shapes(spec), dict.fromkeys(hf_shapes(spec), 0)
-    found = plan_buckets(spec, limit, fused=fused)
+    found = plan_buckets(spec, limit)
     for rows in (rows for bucket in found for rows in bucket):
         assert (rows.first, rows.size) == (tops[rows.name], sizes[rows.name])
         tops[rows.name] = rows.last
@@ -184,12 +182,11 @@ def test_buckets_are_as_full_as_possible_and_keep_parameters_together(
         entry, rows = entry_of[bucket[0].name], bucket[0]
         unit = rows.size[0] // entry.groups if entry.layout is Layout.GROUPS else 1
         assert rows.first % unit == rows.last % unit == 0
-        together = fused and {rows.name for rows in bucket} == set(entry.hf) and len(bucket) > 1
-        assert size <= limit or together or (len(bucket) == 1 and rows.last - rows.first == unit)
+        assert size <= limit or (len(bucket) == 1 and rows.last - rows.first == unit)
     for entry in entry_of.values():
         homes = {index for index, bucket in enumerate(found) for rows in bucket if rows.name in entry.hf}
         total = sum(map(prod, entry.hf.values()))
-        if total <= limit or (fused and len(entry.hf) > 1):  # what SGLang fuses comes together
+        if total <= limit:  # what SGLang fuses comes together
             (home,) = homes
             assert (
                 not home

@@ -1,22 +1,24 @@
-"""Transports alone: the fields of their requests, and what they free."""
+"""Transports alone: the fields of their requests, what they free, and what ends communication that hangs."""
 
-import base64
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
+from arpo_megatron.engine.wire import sharing
+from arpo_megatron.engine.wire.watchdog import ExchangeAbortedError, Watchdog
+from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import probe_gap
-from arpo_megatron.weights.transports import Disk, SharedMemory, shared_memory
+from arpo_megatron.weights.transports import Disk, Exchange, handover
 from tests.faults import small_disk
 
 TIMEOUT_S = 60.0
@@ -27,95 +29,157 @@ import inspect, json
 from arpo_megatron.engine.server.cpu import install_stubs
 install_stubs()
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from sglang.srt import constants
 from sglang.srt.managers import io_struct
-from sglang.srt.utils import patch_torch
-from sglang.srt.utils.common import SafeUnpickler
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-requests = ("UpdateWeightsFromTensor", "UpdateWeightsFromDistributed", "UpdateWeightFromDisk", "InitWeightsUpdateGroup",
-    "DestroyWeightsUpdateGroup", "CheckWeights")
+requests = ("UpdateWeightsFromDistributed", "UpdateWeightFromDisk",
+    "CheckWeights", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
 print(json.dumps({
     "fields": {name: list(getattr(io_struct, name + "ReqInput").__struct_fields__) for name in requests},
-    "metadata": list(FlattenedTensorMetadata.__dataclass_fields__),
-    "device": patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX,
-    "device_name": list(inspect.signature(rebuild_cuda_tensor).parameters)[patch_torch._REDUCE_TENSOR_ARG_DEVICE_INDEX],
-    "safe": sorted(SafeUnpickler.ALLOWED_MODULE_PREFIXES),
+    "memory": sorted(constants.GPU_MEMORY_ALL_TYPES),
+    "cuda": list(inspect.signature(rebuild_cuda_tensor).parameters),
 }))
 """
 
 
 def test_requests_have_the_fields_of_the_installed_sglang() -> None:
-    """Also that of CUDA handles, which no CPU can try: SGLang takes a GPU's name in the place of its number."""
     done = subprocess.run([sys.executable, "-c", SGLANG_KNOWS], capture_output=True, text=True, check=True)
     known = json.loads(done.stdout.splitlines()[-1])
     sent = {
-        "UpdateWeightsFromTensor": {"serialized_named_tensors", "load_format", "flush_cache"},
         "UpdateWeightsFromDistributed": {"names", "dtypes", "shapes", "group_name", "load_format", "flush_cache"},
         "UpdateWeightFromDisk": {"model_path", "load_format", "flush_cache"},
-        "InitWeightsUpdateGroup": {
-            *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
-        },
-        "DestroyWeightsUpdateGroup": {"group_name"},
         "CheckWeights": {"action"},
+        "ReleaseMemoryOccupation": {"tags"},
+        "ResumeMemoryOccupation": {"tags"},
     }
     for name, fields in sent.items():
         assert fields <= set(known["fields"][name]), name
-    assert set(known["metadata"]) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"}
-    assert (known["device"], known["device_name"]) == (shared_memory._DEVICE_ARGUMENT, "storage_device")
-    assert {"torch.", "types."} <= set(known["safe"])
+    assert known["memory"] == ["cuda_graph", "kv_cache", "weights"]
+    assert known["cuda"][sharing._DEVICE_ARGUMENT] == "storage_device"
 
 
-def test_shared_memory_refuses_an_engine_on_another_machine() -> None:
-    with pytest.raises(Exception, match=r"sync\.transport=ipc: the engine at http://192\.0\.2\.1:80 is not on"):
-        SharedMemory(EngineAdmin(["http://192.0.2.1:80"], TIMEOUT_S))
+def test_handle_is_opened_on_the_receivers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's GPU 0 may be the receiver's GPU 3; opening it as GPU 0 would use a GPU of another rank."""
+    ours, theirs = Pipe()
+    arguments = [torch.Tensor, (4,), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"handle", 4, 0, b"", 0, b"", False]
+    opened: list[Any] = []
+    monkeypatch.setattr(sharing.reductions, "rebuild_cuda_tensor", lambda *got: opened.extend(got))
+    ours.send(arguments)
+    sharing.accept(theirs, torch.device("cuda", 3))
+    assert opened[sharing._DEVICE_ARGUMENT] == 3
+    assert opened[:6] + opened[7:] == arguments[:6] + arguments[7:]
 
 
-class MappingEngine(BaseHTTPRequestHandler):
-    """The engine's half of shared memory only: map each bucket and release it."""
+def test_two_shared_buffers_take_turns_and_are_free_between_pushes() -> None:
+    """The engine's half reads each buffer when it is handed over, and none is filled before it has been read."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        for handle in body["serialized_named_tensors"]:
-            assert pickle.loads(base64.b64decode(handle))["flattened_tensor"].view(torch.float32).eq(1).all()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_arguments: object) -> None:
-        """Keep the test's output clean."""
-
-
-def test_shared_memory_is_free_between_pushes() -> None:
     def mapped() -> bool:
         return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
 
-    bucket = [("weight", torch.ones(5000))]
-    with ThreadingHTTPServer(("127.0.0.1", 0), MappingEngine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        requests = EngineAdmin([url], TIMEOUT_S)
-        transport = SharedMemory(requests)
+    ours, theirs = Pipe()
+    peer = handover._Peer(ours, torch.device("cpu"), TIMEOUT_S)
+    read: list[int] = []
+
+    def engine() -> None:
         for _ in range(2):
-            transport.connect([EngineEndpoint(url, 2, "")])
-            for _ in range(2):
-                transport.send(bucket)()
-                assert mapped()
-            assert transport.finish() == 2
-            assert not mapped()
-        requests.close()
-        server.shutdown()
+            buffers = [sharing.accept(theirs, torch.device("cpu")) for _ in range(2)]
+            for _ in range(5):
+                buffers.reverse()
+                theirs.recv_bytes()
+                read.append(int(buffers[0][0]))
+                assert buffers[0].eq(read[-1]).all()
+                theirs.send_bytes(b"read")
+
+    reader = threading.Thread(target=engine)
+    reader.start()
+    for push in range(2):
+        peer.offer(1000)
+        assert mapped()
+        for turn in range(5):
+            peer.turn()
+            peer.take(400).fill_(10 * push + turn)
+            peer.take(600).fill_(10 * push + turn)
+            peer.hand_over()
+        peer.wait_until_read()
+        peer.free()
+    reader.join()
+    assert not peer.failure
+    assert read == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert not mapped()
+
+
+def test_stranger_does_not_get_a_connection() -> None:
+    entrance = handover._Entrance("the key")
+    from multiprocessing import AuthenticationError
+    from multiprocessing.connection import Client
+
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client(("127.0.0.1", entrance.port), authkey=b"another key")
+    mine = Client(("127.0.0.1", entrance.port), authkey=b"the key")
+    entrance.connection().send_bytes(b"hello")
+    assert mine.recv_bytes() == b"hello"
+    entrance.close()
+    alone = handover._Entrance("the key")
+    alone.close()  # although no engine has come
+
+
+class BlockedGroup:
+    """A process group whose work never ends, as NCCL's when a peer has gone, until it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def wait(self) -> None:
+        assert self.aborted.wait(TIMEOUT_S)
+        raise RuntimeError("the communicator was aborted")
+
+
+def unreachable() -> str:
+    raise ConnectionError("no store")
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "failed", "reason"),
+    [
+        (0.1, lambda: "", "no end after 0.1 s"),
+        (TIMEOUT_S, lambda: "rank 3 is gone", "rank 3 is gone"),
+        (TIMEOUT_S, unreachable, "the group has ended: no store"),
+    ],
+    ids=["deadline", "elsewhere", "store"],
+)
+def test_watchdog_aborts_a_group_that_blocks(deadline_s: float, failed: Any, reason: str) -> None:
+    group = BlockedGroup()
+    with pytest.raises(ExchangeAbortedError, match=reason), Watchdog(group.aborted.set, deadline_s, failed):
+        group.wait()
+
+
+def test_watchdog_leaves_a_group_alone_that_ends() -> None:
+    group = BlockedGroup()
+    with Watchdog(group.aborted.set, TIMEOUT_S, lambda: ""):
+        pass
+    with pytest.raises(ValueError, match="its own error"), Watchdog(group.aborted.set, TIMEOUT_S, lambda: ""):
+        raise ValueError("its own error")
+    assert not group.aborted.is_set()
 
 
 def test_full_disk_is_reported_and_freed(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     requests = EngineAdmin(["http://127.0.0.1:9"], TIMEOUT_S)
-    transport = Disk(requests, disk / "sync")
+    gathered: list[int] = []
+
+    def buckets() -> Any:
+        for number in range(3):
+            gathered.append(number)
+            yield [("weight", torch.ones(5000))]
+
+    transport = Disk(Control(None), requests, buckets, disk / "sync")
     with small_disk(disk, 2**14) as full:
-        transport.connect(())
+        transport.connect(Exchange("", (), (), ()))
         with pytest.raises(WeightPushError, match=rf"sync/model\.safetensors: {full}"):
-            transport.send([("weight", torch.ones(5000))])()
+            transport.send()
         transport.close()
         assert list(disk.iterdir()) == [], "the disk is freed until the next attempt"
+    assert gathered == [0, 1, 2], "every rank takes part in gathering all"
     requests.close()
 
 

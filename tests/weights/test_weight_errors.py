@@ -82,7 +82,9 @@ def test_quantized_engine_is_refused_for_norms_and_experts(tmp_path: Path, case:
     spec = ModelSpec.from_hf(tmp_path)
     spec.check_engine(EngineConfig())
     if possible:
-        spec.check_engine(EngineConfig(quantization="fp8"))
+        spec.check_engine(EngineConfig(quantization="fp8", tensor=2))
+        with pytest.raises(UserError, match=r"needs engine\.tensor <= 2, the model's key/value heads, not 4"):
+            spec.check_engine(EngineConfig(quantization="fp8", tensor=4))
     else:
         with pytest.raises(UserError, match=r"engine\.quantization=fp8 is not possible with a qwen3"):
             spec.check_engine(EngineConfig(quantization="fp8"))

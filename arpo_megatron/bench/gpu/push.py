@@ -28,9 +28,9 @@ from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.trainer.push import probe_pack
-from arpo_megatron.weights.export import export_hf, hf_buckets
-from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, WeightSync, probe_gap
-from arpo_megatron.weights.transports import SharedMemory
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.export import export_hf
+from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, PushSettings, WeightSync, probe_gap
 
 PUSH_GOAL = 0.6
 ENGINE = EngineConfig(max_running_requests=64, max_total_tokens=100_000)
@@ -80,7 +80,6 @@ class TimedPush:
     s: float
     """Seconds without the probe."""
     bytes: int
-    buckets: int
     verified: int
     """Tensors whose checksums were compared."""
     seconds: dict[str, float]
@@ -97,30 +96,44 @@ class Pair:
     spec: ModelSpec
     engine: EngineHandle
     admin: TimedEngineAdmin
-    sync: WeightSync
+    comparable: bool
+    """The engine holds the trainer's bits."""
+    sync: WeightSync | None = None
+    """The trainer's end of pushes, with `admin` for its requests."""
+    bucket_bytes: int = 0
+    """Size of its buckets."""
     version: int = 0
     """Version of the last push."""
 
     def push(self, bucket_bytes: int, *, probe: bool = False) -> TimedPush:
         """Push the weights; with `probe`, compare log-probs afterwards."""
         self.version += 1
+        sync = self._with_buckets(bucket_bytes)
         self.admin.clear()
         synchronize()
-        sync = self.sync
-        buckets = hf_buckets(self.chunks, self.spec, bucket_bytes, sync.buffers, fused=sync.fused)
-        report = sync.push(buckets, self.version)
+        report = sync.push(self.version)
         seconds, gap = self.admin.seconds, nan
         if probe:
             tokens = list(range(LONG_PROBE_TOKENS))
             logprobs = self.admin.start_logprobs(tokens)
             own = trainer_logprobs(self.chunks[0], probe_pack(tokens))
             gap = probe_gap(own.float().cpu().numpy(), logprobs()[0])
-        return TimedPush(report.seconds, report.bytes, report.buckets, len(report.verified), seconds, gap)
+        return TimedPush(report.seconds, report.bytes, len(report.verified), seconds, gap)
 
     def close(self) -> None:
         """Close the trainer's end of the pushes, then stop the engine."""
-        self.sync.close()
+        if self.sync is not None:
+            self.sync.close()
         self.engine.stop()
+
+    def _with_buckets(self, bucket_bytes: int) -> WeightSync:
+        if self.sync is None or self.bucket_bytes != bucket_bytes:
+            if self.sync is not None:
+                self.sync.close()
+            settings = PushSettings("ipc", bucket_bytes, verify_every=0, comparable=self.comparable)
+            self.admin, self.bucket_bytes = TimedEngineAdmin(self.engine.url), bucket_bytes
+            self.sync = WeightSync(Control(None), self.admin, self.chunks, self.spec, settings)
+        return self.sync
 
 
 @dataclass(slots=True)
@@ -177,8 +190,7 @@ class PushBench:
             options=options,
         )
         admin = TimedEngineAdmin(engine.url)
-        sync = WeightSync(admin, SharedMemory(admin), verify_every=0, comparable=quantization == "none")
-        return Pair(chunks, spec, engine, admin, sync)
+        return Pair(chunks, spec, engine, admin, quantization == "none")
 
     def measure_push(self, quantization: Quantization) -> Figures:
         """Measure pushes with each bucket size."""
@@ -201,7 +213,6 @@ class PushBench:
             push_s = median(push.s for push in pushes)
             middle = min(pushes, key=lambda push: abs(push.s - push_s))
             figures[f"buckets of {size} MB"] = {
-                "buckets": middle.buckets,
                 "push_s": [round(push.s, 4) for push in pushes],
                 "gb_per_s": round(first.bytes / push_s / 1e9, 2),
                 "share_of_copy": round(first.bytes / copied / push_s, 4),

@@ -1,4 +1,5 @@
-"""Checksums of the weights inside an engine, under Hugging Face names: one more action of SGLang's weight checker."""
+"""More actions of SGLang's weight checker: checksums of the weights under Hugging Face names, and those of
+`receive`."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.parameters import find_copies
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Piece, Sample
 
@@ -35,16 +37,17 @@ def held_pieces(model: nn.Module, samples: Mapping[str, Sample]) -> dict[str, li
 
 
 def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    """Answer `CHECKSUM_ACTION` in `WeightChecker.handle`; leave all other actions to `original`."""
-    if not action.startswith(CHECKSUM_ACTION):
-        return original(checker, action, *args, **kwargs)
-    samples = {name: Sample(**sample) for name, sample in json.loads(action.removeprefix(CHECKSUM_ACTION)).items()}
+    """Answer this project's actions in `WeightChecker.handle`; leave all other actions to `original`."""
     # In sglang 0.5.12 the checker has the model's runner.
     model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
-    return {
-        "checksums": {
-            name: json.dumps([piece.as_json() for piece in held]) for name, held in held_pieces(model, samples).items()
-        },
-        "per_gpu_checksum": "",
-        "parallelism_info": checker._parallelism_info().model_dump(),
-    }
+    info = checker._parallelism_info()
+    answers: dict[str, str]
+    if action.startswith(CHECKSUM_ACTION):
+        samples = {name: Sample(**sample) for name, sample in json.loads(action.removeprefix(CHECKSUM_ACTION)).items()}
+        held = held_pieces(model, samples)
+        answers = {name: json.dumps([piece.as_json() for piece in pieces]) for name, pieces in held.items()}
+    elif (found := receive.answer(model, info.tp_rank, action)) is not None:
+        answers = {"answer": json.dumps(found)}
+    else:
+        return original(checker, action, *args, **kwargs)
+    return {"checksums": answers, "per_gpu_checksum": "", "parallelism_info": info.model_dump()}

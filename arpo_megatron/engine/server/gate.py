@@ -18,8 +18,9 @@ SGLang generates at many paths, and newer versions may have more. So the gate li
 closed and waits for all other requests. SGLang's /health generates, too: /health/arpo answers in its place while the
 gate is closed.
 
-A server that was restarted while the trainer had its memory is awake. It ignores the request to take the memory back,
-which would end SGLang's scheduler.
+The memory comes back in two parts: that of the weights before the push, and the rest after it. A server that was
+restarted while the trainer had its memory is awake. It ignores the request to take the memory back, which would end
+SGLang's scheduler.
 
 /health/arpo generates nothing, so it disturbs neither a push nor an engine without its memory. It asks the scheduler
 for its state, and sends an empty batch through the detokenizer. (SGLang's /health uses a generation; its /server_info
@@ -59,6 +60,9 @@ _PASSING = {
 }
 """Paths that generate nothing and pass a closed gate."""
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+_WEIGHTS = "weights"
+_MEMORY = frozenset({_WEIGHTS, "kv_cache", "cuda_graph"})
+"""SGLang's names of all parts of the memory that an engine lends."""
 _RELEASE_TIMEOUT_S = 30.0
 """Wait for running generations before the memory is released, which would otherwise end SGLang's scheduler."""
 _POLL_INTERVAL_S = 0.005
@@ -84,7 +88,8 @@ class PushGate:
         """Why the gate is closed; None while it is open."""
         self._push: _Push | None = None
         self._running = 0
-        self._memory_lent = False
+        self._lent: frozenset[str] = frozenset()
+        """Parts of the memory that the trainer has."""
         self._frozen = False
         self._probe: DetokenizerProbe | None = None
 
@@ -128,7 +133,7 @@ class PushGate:
         await self._app(scope, receive, _on_success(send, loaded))
 
     async def _release(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._memory_lent:
+        if self._lent == _MEMORY:
             await self._answer(send, 200, {})
             return
         previous, self._closed = self._closed, "the engine's memory is lent to the trainer"
@@ -139,20 +144,23 @@ class PushGate:
         self._push = None
 
         def lent() -> None:
-            self._memory_lent = True
+            self._lent = _MEMORY
 
-        await self._app(scope, receive, _on_success(send, lent))
+        # An interrupted push may have taken back a part of it.
+        await self._app(scope, _with_body({"tags": sorted(_MEMORY - self._lent)}), _on_success(send, lent))
 
     async def _resume(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._memory_lent:
+        asked = frozenset((await _json(receive)).get("tags") or _MEMORY) & self._lent
+        if not asked:
             await self._answer(send, 200, {})
             return
 
         def taken() -> None:
-            self._memory_lent = False
-            self._closed = "the engine's memory is back and holds no weights yet"
+            self._lent -= asked
+            if self._push is None:
+                self._closed = "the engine's memory is back and holds no weights yet"
 
-        await self._app(scope, receive, _on_success(send, taken))
+        await self._app(scope, _with_body({"tags": sorted(asked)}), _on_success(send, taken))
 
     async def _health(self) -> tuple[int, dict[str, Any]]:
         try:
@@ -166,7 +174,7 @@ class PushGate:
         return 200, {}
 
     async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        if self._memory_lent:
+        if _WEIGHTS in self._lent:
             return 409, {"error": f"weights of version {version} cannot be stored: {self._closed}"}
         previous, push = (self._closed, self._push), _Push(version)
         self._closed, self._push = f"weights of version {version} are arriving", push
@@ -187,6 +195,8 @@ class PushGate:
             return 409, {"error": f"{arriving}, not {version}"}
         if loads != push.loads or not loads:
             return 409, {"error": f"{push.loads} of the {loads} parts of version {version} have arrived"}
+        if self._lent:
+            return 409, {"error": f"version {version} cannot be served: the trainer has the memory of the KV cache"}
         manager = _manager()
         flushed = await manager.flush_cache(timeout_s=timeout_s)
         if not flushed.success:
@@ -318,6 +328,15 @@ def _on_success(send: Send, done: Callable[[], None]) -> Send:
         await send(message)
 
     return watching_send
+
+
+def _with_body(data: dict[str, Any]) -> Receive:
+    """Return a `receive` that gives this body in place of the request's own."""
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": json.dumps(data).encode(), "more_body": False}
+
+    return receive
 
 
 async def _json(receive: Receive) -> dict[str, Any]:

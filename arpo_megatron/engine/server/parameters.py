@@ -5,12 +5,14 @@ called with tensors of the right shape on torch's device "meta", which have no m
 a view of such a tensor into a parameter is recorded and not made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, box_of, inside, intersect, size
 
 Copy = tuple[Tensor, Tensor]
 """Values in a parameter, and the view of a tensor that would be copied there. The view's storage is the whole tensor's,
@@ -60,3 +62,106 @@ class _CopyRecorder(TorchDispatchMode):
 def _storage_id(tensor: Tensor) -> int:
     """Return an id that a tensor shares with its views while one of them lives; meta tensors have no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class EngineParameters:
+    """The parts of Hugging Face tensors that one rank of an engine holds.
+
+    Args:
+        model: an SGLang model.
+        types: the tensors of a push.
+        together: names of the tensors that form one parameter, for loaders that compute with all of them at once.
+    """
+
+    def __init__(self, model: nn.Module, types: Mapping[str, TensorType], together: Sequence[Sequence[str]]) -> None:
+        self._model = model
+        self.types = types
+        self.device = next(model.parameters()).device
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+        quantized = getattr(model, "quant_config", None) is not None  # the loader computes with every tensor
+        asked = {} if quantized else {name: (kind.shape, kind.torch_dtype) for name, kind in types.items()}
+        copies = find_copies(model, asked)
+        for name, of_name in copies.items():
+            boxes = [(box_of(view, types[name].shape), values.detach()) for values, view in of_name]
+            if boxes and all(box is not None and values.shape == _shape(box) for box, values in boxes):
+                self._parts[name] = [(box, values) for box, values in boxes if box is not None]
+        # Without a copy, the rank does not hold the tensor.
+        computed = set(types) if quantized else {name for name in copies if copies[name] and name not in self._parts}
+        self._computed = [[name for name in names if name in computed] for names in together]
+        """Tensors that the loader computes with, by parameter."""
+        self._whole: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Size of what this rank holds, in the number format in which it arrives."""
+        return sum(size(box) * self.types[name].torch_dtype.itemsize for name, box in self._held())
+
+    def boxes(self) -> dict[str, list[Box]]:
+        """Return the boxes that this rank must receive, by tensor."""
+        found: dict[str, list[Box]] = {}
+        for name, box in self._held():
+            found.setdefault(name, []).append(box)
+        return found
+
+    def check_cover(self, pieces: Sequence[Piece]) -> None:
+        """Check a plan for this rank. Raises ValueError: a part is left out, or arrives twice, or lies outside."""
+        arriving: dict[tuple[str, int], list[Box]] = {}
+        for piece in pieces:
+            arriving.setdefault((piece.name, piece.at), []).append(piece.box)
+        for name, boxes in self.boxes().items():
+            for at, box in enumerate(boxes):
+                parts = arriving.pop((name, at), [])
+                twice = any(intersect(one, other) for i, one in enumerate(parts) for other in parts[:i])
+                outside = any(intersect(part, box) != part for part in parts)
+                if twice or outside or sum(map(size, parts)) != size(box):
+                    raise ValueError(f"the plan does not bring each element of {name}{list(box)} once")
+        if arriving:
+            raise ValueError(f"the plan brings {next(iter(arriving))[0]}, which this rank does not hold")
+
+    def begin(self) -> None:
+        """Begin a push."""
+        self._whole = {}
+        self._missing = {name: size(self.types[name].whole) for names in self._computed for name in names}
+
+    def contiguous(self, pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
+        """Return the place of a message's only piece if its bytes can be received right there; None otherwise."""
+        if len(pieces) > 1 or device != self.device:
+            return None
+        place = self._place(pieces[0])
+        return place if place.is_contiguous() and place.dtype == self.types[pieces[0].name].torch_dtype else None
+
+    def store(self, pieces: Sequence[Piece], values: Sequence[Tensor | None]) -> None:
+        """Copy the values of pieces into the parameters; None for values that were received in place."""
+        for piece, received in zip(pieces, values, strict=True):
+            if received is not None:
+                self._place(piece).copy_(received)
+            if piece.name in self._missing:
+                self._missing[piece.name] -= size(piece.box)
+        for names in self._computed:
+            if names and names[0] in self._whole and not any(self._missing[name] for name in names):
+                self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
+
+    def end(self) -> None:
+        """End a push. Raises ValueError: a tensor that the loader computes with has not arrived whole."""
+        if incomplete := [name for name, missing in self._missing.items() if missing]:
+            raise ValueError(f"{incomplete[0]} has not arrived whole")
+
+    def _held(self) -> Iterator[tuple[str, Box]]:
+        for name, parts in self._parts.items():
+            yield from ((name, box) for box, _ in parts)
+        for names in self._computed:
+            yield from ((name, self.types[name].whole) for name in names)
+
+    def _place(self, piece: Piece) -> Tensor:
+        if piece.name in self._parts:
+            box, values = self._parts[piece.name][piece.at]
+            return inside(values, box, piece.box)
+        if piece.name not in self._whole:
+            kind = self.types[piece.name]
+            self._whole[piece.name] = torch.empty(kind.shape, dtype=kind.torch_dtype, device=self.device)
+        return inside(self._whole[piece.name], self.types[piece.name].whole, piece.box)
+
+
+def _shape(box: Box | None) -> tuple[int, ...] | None:
+    return None if box is None else tuple(last - first for first, last in box)

@@ -1,31 +1,32 @@
-"""How an engine receives the buckets of a broadcast push: in the background, and straight into its parameters.
+"""The engine's end of a push: what each rank holds, and how the rounds of an exchange get into its parameters.
 
-SGLang by itself receives a bucket into new memory, waits for it, and copies it into the parameters. Here:
+SGLang's own ways take whole tensors and leave the division to each rank. Here a rank reports which boxes of the tensors
+it holds, gets a plan, and receives exactly those boxes. The requests travel in two that SGLang has: actions of its
+weight checker, which every rank answers, and the start of an exchange in `update_weights_from_distributed`.
 
-- A tensor that becomes one contiguous part of a parameter, in the same number format, is received right there. Others
-  (an engine of several ranks splits most tensors, a quantized engine converts them) are received into new memory and
-  loaded by SGLang when their bucket is complete.
-- A tensor in blocks of rows is handled block by block. Blocks of a split tensor are copied as they arrive. The whole
-  tensor is collected first only if SGLang's loader computes with it (a quantized engine).
-- The request for a bucket is answered when the bucket before it has been loaded, so the network never idles. An empty
-  bucket ends a push.
-- Each bucket is acknowledged in the process group, before its tensors: two requests in flight at the same time could
-  overtake each other.
+A rank writes each piece straight into its parameter. Tensors that SGLang's loader computes with (an engine that
+quantizes) are held whole until all tensors of their parameter have arrived, and then loaded.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from math import prod
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from arpo_megatron.engine.server.parameters import Copy, find_copies
-from arpo_megatron.engine.wire.buckets import Block
+from arpo_megatron.engine.server.incoming import FromGroup, FromMemory, Incoming
+from arpo_megatron.engine.server.parameters import EngineParameters
+from arpo_megatron.engine.wire.boxes import (
+    EXCHANGE_FORMAT,
+    JOIN_ACTION,
+    LAYOUT_ACTION,
+    PLAN_ACTION,
+    TensorType,
+    message_from_json,
+)
+from arpo_megatron.engine.wire.checksums import RECEIVED_ACTION
+from arpo_megatron.engine.wire.devices import device_name, host_name
 
 _RECEIVER = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_distributed"
@@ -34,123 +35,123 @@ _OLDER_RECEIVER = "sglang.srt.model_executor.model_runner.ModelRunner.update_wei
 """The method in sglang 0.5.12, which has no `WeightUpdater`."""
 
 
+class Shard:
+    """One rank's part of the weights, and its present plan."""
+
+    def __init__(self) -> None:
+        self.parameters: EngineParameters | None = None
+        self._incoming: Incoming | None = None
+        self._rounds: list[list[Any]] = []
+        self._plan = ""
+        self._received = 0
+
+    def describe(self, model: Any, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer `LAYOUT_ACTION`: where this rank is, and which boxes it holds."""
+        types = {name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in request["types"].items()}
+        self.parameters = EngineParameters(model, types, request["together"])
+        device = next(model.parameters()).device
+        return {"device": device_name(device), "host": host_name(), "boxes": self.parameters.boxes()}
+
+    def accept_plan(self, rounds: Sequence[Sequence[Any]]) -> None:
+        """Take `PLAN_ACTION`'s rounds for this rank.
+
+        Raises:
+            ValueError: the pieces do not cover what this rank holds exactly once, or no layout was asked for.
+        """
+        self.leave()
+        plan = [[message_from_json(data) for data in turn] for turn in rounds]
+        self._held().check_cover([piece for turn in plan for message in turn for piece in message.pieces])
+        self._rounds = plan
+
+    def join(self, link: dict[str, Any]) -> None:
+        """Connect to the trainer: to the rank that hands over this rank's buckets, or to all of its ranks."""
+        parameters = self._held()
+        self._plan = link["plan"]
+        self._incoming = FromMemory(link, parameters) if link["kind"] == "ipc" else FromGroup(link, parameters)
+
+    def receive(self, plan: str, deadline_s: float) -> None:
+        """Receive all rounds of a push; one arrives while the one before it is stored."""
+        parameters, incoming = self._held(), self._incoming
+        if incoming is None or plan != self._plan:
+            raise ValueError("this exchange does not follow the engine's newest plan")
+        self._received = 0
+        parameters.begin()
+        try:
+            with incoming.opened(deadline_s):
+                for turn in range(len(self._rounds) + 1):
+                    if turn < len(self._rounds):
+                        incoming.start(self._rounds[turn])
+                    if turn:
+                        incoming.finish(self._rounds[turn - 1])
+                        self._received += sum(p.bytes for m in self._rounds[turn - 1] for p in m.pieces)
+            parameters.end()
+        except BaseException:
+            self.leave()
+            raise
+
+    def received(self) -> dict[str, int]:
+        """Answer `RECEIVED_ACTION`: figures of the last exchange."""
+        largest = 0 if self._incoming is None else self._incoming.largest
+        held = 0 if self.parameters is None else self.parameters.bytes
+        return {"received": self._received, "largest_buffer": largest, "held": held}
+
+    def _held(self) -> EngineParameters:
+        if self.parameters is None:
+            raise ValueError("a plan has come before the question for the layout")
+        return self.parameters
+
+    def leave(self) -> None:
+        """Disconnect from the trainer; the next push needs a plan."""
+        if self._incoming is not None:
+            self._incoming.close()
+        self._incoming, self._rounds = None, []
+
+
+_shard = Shard()
+"""This process's."""
+
+
 def register_hooks() -> None:
-    """Register the hook of the weight updater in this process; SGLang's `load_plugins` applies it."""
+    """Register the hooks of the weight updater in this process; SGLang's `load_plugins` applies them."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     older = find_spec("sglang.srt.model_executor.model_runner_components") is None
     receiver = _OLDER_RECEIVER if older else _RECEIVER
-    HookRegistry.register(receiver, _receive_in_runner if older else _receive, HookType.REPLACE)
-    for way in ("distributed", "tensor", "disk"):
+    HookRegistry.register(receiver, _receive, HookType.REPLACE)
+    for way in ("distributed", "disk"):
         HookRegistry.register(f"{receiver.rpartition('_')[0]}_{way}", _agree, HookType.AROUND)
 
 
-def whole_parameters(
-    model: nn.Module, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
-) -> dict[str, Tensor]:
-    """Return the part of a parameter that each tensor becomes, if it is copied once, whole and unchanged."""
-    # Tensors with one element are left out, because SGLang's loader reads their value.
-    wanted = {name: (shape, dtype) for name, dtype, shape in zip(names, dtypes, shapes, strict=True) if prod(shape) > 1}
-    targets = {}
-    for name, copies in find_copies(model, wanted).items():
-        if len(copies) == 1:
-            values, view = copies[0]
-            same = values.dtype == view.dtype and values.shape == view.shape
-            whole = view.numel() == prod(wanted[name][0])
-            if same and whole and values.is_contiguous() and view.is_contiguous():
-                targets[name] = values.detach()
-    return targets
-
-
-def block_copies(copies: Sequence[Copy], block: Block) -> list[Copy] | None:
-    """Return the part of a tensor's copies that a block of its rows provides.
-
-    Args:
-        copies: the copies that loading the whole tensor would make.
-        block: some of its rows.
-
-    Returns:
-        Parts of parameters, and where their values are in the whole tensor. None if loading does more than copy rows or
-        parts of rows.
-    """
-    width, parts = prod(block.tensor.shape[1:]), []
-    for values, view in copies:
-        plain = values.dtype == view.dtype == block.tensor.dtype and values.shape == view.shape
-        if not plain or view.stride() != block.whole.stride():
-            return None
-        row = int(view.storage_offset()) // width
-        here = slice(max(block.rows.start - row, 0), max(block.rows.stop - row, 0))
-        if len(view[here]):
-            parts.append((values[here].detach(), view[here]))
-    return parts if copies else None
-
-
-@dataclass(slots=True)
-class _ArrivingBucket:
-    """Tensors of one bucket, from the start of their transfer until the model has them."""
-
-    works: list[Any]
-    """Pending operations of the process group."""
-    to_load: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Tensors received into new memory, for SGLang's loader."""
-    to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Parts of parameters, and the received values that are copied there."""
-    collected: Tensor | None = None
-    """A whole tensor of which more blocks will come."""
-
-    def load(self, model: nn.Module) -> None:
-        """Wait for the bucket and put all of it into the model."""
-        for work in self.works:
-            work.wait()
-        for values, received in self.to_copy:
-            values.copy_(received)
-        if self.to_load:
-            model.load_weights(self.to_load)  # type: ignore[operator]  # a method of every SGLang model
-
-
-_arriving: dict[str, _ArrivingBucket] = {}
-"""The newest bucket, by the name of its process group."""
+def answer(model: Any, rank: int, action: str) -> dict[str, Any] | None:
+    """Answer an action of the weight checker that belongs to a push; None for any other action."""
+    if action.startswith(LAYOUT_ACTION):
+        return _shard.describe(model, json.loads(action.removeprefix(LAYOUT_ACTION)))
+    for prefix, work in ((PLAN_ACTION, _shard.accept_plan), (JOIN_ACTION, _shard.join)):
+        if action.startswith(prefix):
+            try:
+                work(json.loads(action.removeprefix(prefix))[rank])
+            except Exception as error:  # the other ranks of the engine wait for this one's answer
+                return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": ""}
+    return _shard.received() if action == RECEIVED_ACTION else None
 
 
 def _receive(
-    updater: Any,
+    _updater: Any,
     names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    group_name: str,
+    _dtypes: Sequence[str],
+    _shapes: Sequence[Sequence[int]],
+    _group_name: str,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Replace `WeightUpdater.update_weights_from_distributed`; return whether it succeeded, and a message."""
+    """Replace SGLang's `update_weights_from_distributed`; return whether it succeeded, and a message."""
+    if names or load_format is None or not load_format.startswith(EXCHANGE_FORMAT):
+        return False, "Failed to update parameter online: this engine takes the exchanges of arpo-megatron only"
     try:
-        model, group = updater.get_model(), updater._model_update_group[group_name]
-        previous = _arriving.pop(group_name, None)
-        _arriving.clear()  # left by an interrupted push, whose group is gone
-        formats = [getattr(torch, dtype) for dtype in dtypes]
-        quantized = updater.get_model_runner().server_args.quantization is not None  # its loader computes
-        tensors = [torch.empty(shape, dtype=kind, device="meta") for kind, shape in zip(formats, shapes, strict=True)]
-        device = next(model.parameters()).device
-        if (block := Block.from_load_format(load_format, names, tensors)) is not None:
-            copies = [] if quantized else _copies_or_none(model, block)
-            bucket = _start_block(group, device, block, copies, None if previous is None else previous.collected)
-        else:
-            targets = {} if quantized else _targets_or_none(model, names, formats, shapes)
-            bucket = _start(group, device, targets, zip(names, formats, shapes, strict=True))
-        if names:
-            _arriving[group_name] = bucket
-        if previous is not None:
-            previous.load(model)
+        _shard.receive(**json.loads(load_format.removeprefix(EXCHANGE_FORMAT)))
     except Exception as error:  # it would end the engine; the gate stays closed, and the sender gets the message
-        return False, f"Failed to update parameter online: {error}"
+        return False, f"Failed to update parameter online: {type(error).__name__}: {error}"
     return True, "Succeeded to update parameter online."
-
-
-def _receive_in_runner(runner: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    updater = SimpleNamespace(
-        get_model=lambda: runner.model,
-        get_model_runner=lambda: runner,
-        _model_update_group=runner._model_update_group,
-    )
-    return _receive(updater, *args, **kwargs)
 
 
 def _agree(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -162,68 +163,4 @@ def _agree(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any)
     answers = [mine] * group.size()
     if len(answers) > 1:
         dist.all_gather_object(answers, mine, group=group)
-    return next((answer for answer in answers if not answer[0]), mine)
-
-
-def _targets_or_none(
-    model: nn.Module, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
-) -> dict[str, Tensor]:
-    try:
-        return whole_parameters(model, names, dtypes, shapes)
-    except Exception:  # any loader's; loading the received tensor will raise it again, and report it then
-        return {}
-
-
-def _copies_or_none(model: nn.Module, block: Block) -> Sequence[Copy]:
-    try:
-        return find_copies(model, {block.name: (block.whole.shape, block.tensor.dtype)})[block.name]
-    except Exception:  # see `_targets_or_none`
-        return []
-
-
-def _start_block(
-    group: Any, device: torch.device, block: Block, copies: Sequence[Copy], collected: Tensor | None
-) -> _ArrivingBucket:
-    """Start to receive a block: into the parameter if it is one part of it, next to it, or into the whole tensor.
-
-    The first block of a tensor allocates the whole tensor.
-    """
-    bucket = _ArrivingBucket([_acknowledge(group, device)])
-    parts = block_copies(copies, block)
-    if parts is None:
-        if not block.first:
-            collected = torch.empty_like(block.whole, device=device)
-        if collected is None:
-            raise ValueError(f"{block.name}: its rows from {block.first} on have arrived before the first ones")
-        target = collected[block.rows]
-        bucket.to_load, bucket.collected = ([(block.name, collected)], None) if block.is_last else ([], collected)
-    elif len(parts) == 1 and parts[0][0].shape == block.tensor.shape and parts[0][0].is_contiguous():
-        target = parts[0][0]
-    else:
-        target = torch.empty_like(block.tensor, device=device)
-        start = block.first * prod(block.tensor.shape[1:])
-        for values, view in parts:
-            received = target.as_strided(view.shape, view.stride(), int(view.storage_offset()) - start)
-            bucket.to_copy.append((values, received))
-    bucket.works.append(dist.broadcast(target, src=0, group=group, async_op=True))
-    return bucket
-
-
-def _start(
-    group: Any,
-    device: torch.device,
-    targets: Mapping[str, Tensor],
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
-) -> _ArrivingBucket:
-    bucket = _ArrivingBucket([_acknowledge(group, device)])
-    for name, dtype, shape in tensors:
-        if (target := targets.get(name)) is None:
-            target = torch.empty(tuple(shape), dtype=dtype, device=device)
-            bucket.to_load.append((name, target))
-        bucket.works.append(dist.broadcast(target, src=0, group=group, async_op=True))
-    return bucket
-
-
-def _acknowledge(group: Any, device: torch.device) -> Any:
-    one = torch.zeros(1, device="cpu" if dist.get_backend(group) == "gloo" else device)
-    return dist.all_reduce(one, group=group, async_op=True)
+    return next((each for each in answers if not each[0]), mine)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 CHECKSUM_ACTION = "arpo-checksums:"
 """Prefix of the action with which SGLang's weight checker is asked for checksums; JSON follows."""
+RECEIVED_ACTION = "arpo-received"
+"""Action that asks each rank for figures of its last exchange."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1

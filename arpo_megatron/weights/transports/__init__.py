@@ -1,17 +1,17 @@
-"""Three ways to send a bucket of tensors to an engine. `weights.sync.WeightSync` decides what is sent when.
+"""Three ways in which a push reaches the engines. `weights.sync.WeightSync` chooses one and reports why.
 
-| | a bucket travels through | for |
+| | a round travels through | for |
 | --- | --- | --- |
-| `Broadcast` | a separate process group: gloo, or NCCL on CUDA | engines that the trainer's network reaches |
-| `SharedMemory` | CUDA IPC handles, or a shared memory file on a CPU | an engine on the trainer's GPU or machine |
-| `Disk` | safetensors in a directory that both see | all other engines |
+| `Handover` (`ipc`) | the trainer's group, then memory that the engine maps | engines on trainer GPUs or machines |
+| `Network` (`network`) | a process group of trainer and engine ranks: NCCL, or gloo | engines on GPUs of their own |
+| `Disk` (`disk`) | files in a directory that both see | all other engines |
 
-May import `engine`, `models` and `errors`, but no other module of `weights`.
+May import `engine`, `models`, `errors`, `utils`, and of `weights` the modules below `sync`.
 """
 
-from arpo_megatron.weights.transports.base import Transport
-from arpo_megatron.weights.transports.broadcast import Broadcast
+from arpo_megatron.weights.transports.base import Exchange, Transport
 from arpo_megatron.weights.transports.disk import Disk
-from arpo_megatron.weights.transports.shared_memory import SharedMemory
+from arpo_megatron.weights.transports.handover import Handover
+from arpo_megatron.weights.transports.network import Network
 
-__all__ = ["Broadcast", "Disk", "SharedMemory", "Transport"]
+__all__ = ["Disk", "Exchange", "Handover", "Network", "Transport"]

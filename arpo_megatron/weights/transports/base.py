@@ -1,29 +1,50 @@
-"""Interface of the ways to send a bucket of tensors to an engine."""
+"""Interface of the ways in which the rounds of a push reach the engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from arpo_megatron.engine.admin import EngineEndpoint
-from arpo_megatron.engine.wire.buckets import Bucket
+from arpo_megatron.weights.reshard import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A plan, and the engines that it is for."""
+
+    name: str
+    """No other plan has it: an engine refuses an exchange by another plan than its newest."""
+    engines: tuple[EngineEndpoint, ...]
+    rounds: Sequence[Round]
+    places: Sequence[int]
+    """For each engine rank the process that holds its bucket; see `reshard.plan_rounds`."""
+
+    def ranks_of(self, engine: int) -> range:
+        """Return the indices of an engine's ranks among the ranks of all engines."""
+        first = sum(each.ranks for each in self.engines[:engine])
+        return range(first, first + self.engines[engine].ranks)
 
 
 class Transport(Protocol):
-    """A way to send buckets to engines."""
+    """A way to send the rounds; every trainer rank has its end of it."""
 
-    buffers: int
-    """Number of buffers for `export.hf_buckets`: 2, or 1 if `send` has copied the bucket when it returns."""
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest buffer that this rank has used for a round."""
 
-    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Prepare to send to these engines; called at the start of every push."""
+    def connect(self, exchange: Exchange) -> None:
+        """Give the engines their part of the plan and connect to them. All ranks call it.
 
-    def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Start to send a non-empty bucket; the result waits until every engine has received it.
-
-        The caller leaves the bucket's tensors unchanged until then. It may send one more bucket before waiting.
+        Raises:
+            WeightPushError: on all ranks.
         """
 
-    def finish(self) -> int:
-        """Wait until every engine has loaded all buckets; return the number of requests since `connect`."""
+    def send(self) -> int:
+        """Send this rank's part; return the number of requests with which every engine received weights.
+
+        Raises:
+            WeightPushError: on this rank; the other ranks may have sent their part.
+        """
 
     def close(self) -> None:
-        """Release what `connect` made; engines that have ended are not an error."""
+        """Disconnect; engines that have ended are not an error. A later push must connect."""

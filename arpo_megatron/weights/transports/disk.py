@@ -1,59 +1,71 @@
-"""Buckets through safetensors files in a directory that trainer and engines share."""
+"""Whole tensors through safetensors files in a directory that trainer and engines share."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
-from arpo_megatron.engine.wire.buckets import Block, Bucket
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.models.safetensors import write_file, write_rows
+from arpo_megatron.weights.buckets import Block, Bucket, HfBuckets
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.transports.base import Exchange
 
 
 class Disk:
-    """Write each bucket, or all blocks of a tensor, to a safetensors file that the engines read; then delete it.
+    """Rank 0 writes each bucket, or all blocks of a tensor, to a file that the engines read; then it is deleted.
 
     Args:
-        requests: requests to the engines.
+        control: the trainer's ranks.
+        requests: requests to the engines; used by rank 0.
+        buckets: gathers the tensors on rank 0, bucket by bucket; all ranks take part.
         directory: path that trainer and engines share; it is created, and removed at the end.
     """
 
-    buffers = 2
-
-    def __init__(self, requests: EngineAdmin, directory: Path) -> None:
+    def __init__(self, control: Control, requests: EngineAdmin, buckets: HfBuckets, directory: Path) -> None:
+        self._control = control
         self._requests = requests
+        self._buckets = buckets
         self._directory = directory
-        self._engines: tuple[EngineEndpoint, ...] = ()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weight-writer")
-        self._last: Future[None] | None = None
-        self._loads = 0
+        self._urls: tuple[str, ...] = ()
+        self.largest_buffer = 0
 
-    def connect(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Create the directory, without the leftovers of an interrupted push."""
-        self._loads = 0
-        self._engines = tuple(engines)
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def connect(self, exchange: Exchange) -> None:
+        """Remember the engines; there is nothing to join."""
+        self._urls = tuple(engine.url for engine in exchange.engines)
+
+    def send(self) -> int:
+        """Write and load all buckets. One is gathered while the one before it is written and read."""
+        buckets = self._buckets()
+        try:
+            return self._send(buckets) if self._control.rank == 0 else 0
+        finally:
+            for _ in buckets:  # every rank takes part in gathering the shards, also if the push failed
+                pass
+
+    def close(self) -> None:
+        """Remove the directory."""
+        if self._control.rank == 0:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _send(self, buckets: Iterable[Bucket]) -> int:
+        shutil.rmtree(self._directory, ignore_errors=True)  # left by an interrupted push
         try:
             self._directory.mkdir(parents=True)
         except OSError as error:
             raise WeightPushError(f"sync.directory: {error}") from error
+        loads = 0
+        with ThreadPoolExecutor(1, thread_name_prefix="weight-writer") as writer:
+            last: Future[int] | None = None
+            for bucket in buckets:
+                loads += 0 if last is None else last.result()
+                last = writer.submit(self._write_and_load, bucket)
+            loads += 0 if last is None else last.result()
+        self.close()
+        return loads
 
-    def send(self, bucket: Bucket) -> Callable[[], None]:
-        """Write the file and let the engines read it, in a thread."""
-        self._last = self._writer.submit(self._write_and_load, bucket)  # one writer: buckets are written in order
-        return self._last.result
-
-    def finish(self) -> int:
-        """Return the number of loads; all buckets have been waited for."""
-        return self._loads
-
-    def close(self) -> None:
-        """Remove the directory; a bucket that waits in the queue is not sent any more."""
-        if self._last is not None:
-            self._last.cancel()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _write_and_load(self, bucket: Bucket) -> None:
+    def _write_and_load(self, bucket: Bucket) -> int:
+        """Return the number of requests that loaded something: 0 or 1."""
         file = self._directory / "model.safetensors"
         try:
             if isinstance(bucket, Block):
@@ -63,10 +75,10 @@ class Disk:
         except OSError as error:
             raise WeightPushError(f"{file}: {error.strerror}") from error
         if isinstance(bucket, Block) and not bucket.is_last:
-            return
+            return 0
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
-        self._loads += 1
-        posts = self._requests.post_all("update_weights_from_disk", [(engine.url, body) for engine in self._engines])
+        posts = self._requests.post_all("update_weights_from_disk", [(url, body) for url in self._urls])
         for post in posts:
             post.result()
         file.unlink()
+        return 1

@@ -1,14 +1,10 @@
-"""The unit of a push: whole tensors, or a block of rows of a tensor that is larger than a bucket."""
+"""The unit of a push by `disk`: whole tensors, or a block of rows of a tensor that is larger than a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
-
-_FORMAT = "arpo-rows:"
-"""Prefix of the `load_format` that announces a block; the first row and the number of all rows follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +14,11 @@ class Block:
     name: str
     """Hugging Face name of the tensor."""
     tensor: Tensor
-    """The rows; on torch's device `meta` before they have arrived."""
+    """The rows."""
     first: int
     """Index of the first row in the whole tensor."""
     count: int
     """Number of rows of the whole tensor."""
-
-    @classmethod
-    def from_load_format(cls, load_format: str | None, names: Sequence[str], shapes: Sequence[Tensor]) -> Self | None:
-        """Read a request on the engine's side; None if it announces whole tensors."""
-        if load_format is None or not load_format.startswith(_FORMAT):
-            return None
-        first, count = map(int, load_format.removeprefix(_FORMAT).split(":"))
-        return cls(names[0], shapes[0], first, count)
-
-    @property
-    def load_format(self) -> str:
-        """`load_format` of the request that announces the block."""
-        return f"{_FORMAT}{self.first}:{self.count}"
 
     @property
     def whole(self) -> Tensor:
@@ -54,6 +37,7 @@ class Block:
 
 
 Bucket = Sequence[tuple[str, Tensor]] | Block
+HfBuckets = Callable[[], Iterator[Bucket]]
 
 
 def named_tensors(bucket: Bucket) -> Sequence[tuple[str, Tensor]]:

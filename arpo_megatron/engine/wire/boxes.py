@@ -1,0 +1,162 @@
+"""Parts of tensors, and the messages in which they travel from trainer ranks to engine ranks.
+
+Both sides describe what they hold as boxes of Hugging Face tensors. A box has one range per dimension, so every
+division by rows or columns is a box, whatever the parameter is fused with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+"""First and one-past-the-last index in each dimension of a whole tensor."""
+
+LAYOUT_ACTION = "arpo-layout:"
+"""Prefix of the action with which SGLang's weight checker is asked what each rank holds; JSON of `TensorTypes`
+follows."""
+PLAN_ACTION = "arpo-plan:"
+"""Prefix of the action that gives each rank the rounds in which it receives; JSON follows."""
+JOIN_ACTION = "arpo-join:"
+"""Prefix of the action with which each rank connects to the trainer; JSON follows."""
+EXCHANGE_FORMAT = "arpo-exchange:"
+"""Prefix of the `load_format` of the request that starts an exchange; JSON follows."""
+
+_ALIGNMENT = 16
+
+
+def size(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return prod(last - first for first, last in box)
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """Return the common part of two boxes of one tensor; None if it is empty."""
+    ranges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return ranges if all(first < last for first, last in ranges) else None
+
+
+def inside(values: Tensor, held: Box, box: Box) -> Tensor:
+    """Return the part `box` of `values`, which are the part `held` of a tensor."""
+    return values[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, held, strict=True))]
+
+
+def box_of(view: Tensor, whole: Sequence[int]) -> Box | None:
+    """Return the place of a view of a contiguous tensor of shape `whole`; None if it is not a box (transposed)."""
+    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    if view.dim() != len(whole):
+        return None
+    if any(n > 1 and have != want for n, have, want in zip(view.shape, view.stride(), strides, strict=True)):
+        return None
+    left, ranges = int(view.storage_offset()), []
+    for n, stride in zip(view.shape, strides, strict=True):
+        first, left = divmod(left, stride)
+        ranges.append((first, first + n))
+    return tuple(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and number format of a Hugging Face tensor, as it travels."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Name in torch, such as "bfloat16"."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's object."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def whole(self) -> Box:
+        """The box of all elements."""
+        return tuple((0, n) for n in self.shape)
+
+    def meta(self) -> Tensor:
+        """Return a tensor of this type without memory."""
+        return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShard:
+    """The parts of tensors that one rank of an engine holds, and its place."""
+
+    device: str
+    """Name of the GPU that no other GPU has, or of the machine without GPU."""
+    host: str
+    """Name of the machine that no other machine has."""
+    boxes: dict[str, list[Box]]
+    """Its parts of each tensor. Several may be equal, if the rank keeps copies."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Return the object whose fields `data` has, after a way through JSON."""
+        boxes = {name: [tuple((a, b) for a, b in box) for box in of_name] for name, of_name in data["boxes"].items()}
+        return cls(data["device"], data["host"], boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor on its way into one of the receiver's boxes."""
+
+    name: str
+    at: int
+    """Index of the receiver's box among its boxes of this tensor."""
+    box: Box
+    bytes: int
+
+    def as_json(self) -> list[Any]:
+        """Return the fields as JSON-safe values."""
+        return [self.name, self.at, self.box, self.bytes]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Self:
+        """Return the object whose `as_json` gave `data`."""
+        name, at, box, count = data
+        return cls(name, at, tuple((a, b) for a, b in box), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces that travel together from a trainer rank to an engine rank."""
+
+    sender: int
+    """Trainer rank."""
+    receiver: int
+    """Index of the engine rank among the ranks of all engines."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer that `unpack` divides."""
+        return sum(map(_room, self.pieces))
+
+    def as_json(self) -> list[Any]:
+        """Return what the receiver must know, as JSON-safe values."""
+        return [self.sender, [piece.as_json() for piece in self.pieces]]
+
+
+def message_from_json(data: Sequence[Any], receiver: int = 0) -> Message:
+    """Return the message whose `as_json` gave `data`."""
+    return Message(data[0], receiver, tuple(map(Piece.from_json, data[1])))
+
+
+def unpack(flat: Tensor, pieces: Sequence[Piece], types: Mapping[str, TensorType]) -> list[Tensor]:
+    """Return the values of each piece as views of uint8[n], which holds them one after the other."""
+    found, start = [], 0
+    for piece in pieces:
+        part = flat[start : start + piece.bytes]
+        shape = [last - first for first, last in piece.box]
+        found.append(part.view(types[piece.name].torch_dtype).view(shape))
+        start += _room(piece)
+    return found
+
+
+def _room(piece: Piece) -> int:
+    """Return the bytes of a piece in a buffer; torch views only aligned bytes as another type."""
+    return -(-piece.bytes // _ALIGNMENT) * _ALIGNMENT

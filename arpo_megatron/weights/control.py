@@ -1,0 +1,62 @@
+"""Decisions that all trainer ranks share: rank 0 talks to the engines, and every rank learns the outcome."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from arpo_megatron.engine.admin import WeightPushError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A gloo group of all trainer ranks; None for a single rank."""
+
+    group: Any
+
+    @property
+    def rank(self) -> int:
+        """This trainer rank."""
+        return 0 if self.group is None else dist.get_rank()
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainer ranks."""
+        return 1 if self.group is None else dist.get_world_size()
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Return the (picklable) result of rank 0's `work` on every rank.
+
+        Raises:
+            WeightPushError: `work` has raised it; every rank raises it.
+        """
+        box: list[Any] = [None, ""]
+        if self.rank == 0:
+            try:
+                box[0] = work()
+            except WeightPushError as error:
+                box[1] = str(error)
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if box[1]:
+            raise WeightPushError(box[1])
+        result: T = box[0]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's (picklable) value on every rank."""
+        box: list[Any] = [value] * self.ranks
+        if self.group is not None:
+            dist.all_gather_object(box, value, group=self.group)
+        return box
+
+    def sums(self, values: list[int]) -> list[int]:
+        """Return the sums over ranks modulo 2^64."""
+        total = torch.tensor([value - 2**64 if value >= 2**63 else value for value in values], dtype=torch.int64)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return [value % 2**64 for value in total.tolist()]

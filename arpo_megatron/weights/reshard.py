@@ -1,0 +1,184 @@
+"""The plan of a push: which trainer rank sends which part of which tensor to which engine rank, and when.
+
+A push is a resharding. Each engine rank receives the intersections of its boxes with the trainer's boxes, and nothing
+else. Trainer ranks with equal boxes (data-parallel replicas, and tensor-parallel ranks for undivided tensors) share
+the work: the nearest one sends, and among equally near ones the one that has the least to send so far.
+
+The plan is a pure function of both sides' boxes, so every trainer rank computes the same one. It consists of rounds. In
+a round, a process handles at most one bucket of bytes; two rounds are in flight, so it holds at most two buckets.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from arpo_megatron.engine.wire.boxes import Box, EngineShard, Message, Piece, TensorType, intersect, size
+from arpo_megatron.models.mapping import Entry, Layout, entries
+from arpo_megatron.models.spec import ModelSpec
+
+ALONE_BYTES = 2**20
+"""A piece of at least this size travels alone, so that no side must copy it if it is contiguous there."""
+
+Round = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerShard:
+    """The parameters that one trainer rank holds, and its place."""
+
+    device: str
+    """See `EngineShard`."""
+    host: str
+    tensor: tuple[int, int]
+    """Index among its tensor-parallel ranks, and their number."""
+    expert_tensor: tuple[int, int]
+    """The same for experts."""
+    entries: tuple[int, ...]
+    """Indices of its parameters in `pushed(spec)`."""
+
+
+def pushed(spec: ModelSpec) -> list[Entry]:
+    """Return the entries whose tensors a push brings."""
+    return [entry for entry in entries(spec) if not entry.copy]
+
+
+def tensor_types(spec: ModelSpec, dtype: torch.dtype) -> dict[str, TensorType]:
+    """Return shape and dtype of every tensor of a push by name."""
+    name = str(dtype).removeprefix("torch.")
+    return {hf: TensorType(shape, name) for entry in pushed(spec) for hf, shape in entry.hf.items()}
+
+
+def byte_size(kind: TensorType) -> int:
+    """Return the bytes of a whole tensor."""
+    return size(kind.whole) * kind.torch_dtype.itemsize
+
+
+def boxes_in(entry: Entry, tensor: tuple[int, int]) -> list[tuple[str, Box]]:
+    """Return the boxes of an entry that a tensor-parallel rank holds.
+
+    Each is a contiguous or strided part of its parameter. The interleaved rows of query groups are a box per group.
+    """
+    rank, ranks = tensor
+    found: list[tuple[str, Box]] = []
+    for name, shape in entry.hf.items():
+        piece = entry.piece(shape, rank, ranks)
+        box: Box = tuple(part.indices(n)[:2] for part, n in zip(piece, shape, strict=True))
+        if entry.layout is not Layout.GROUPS:
+            found.append((name, box))
+            continue
+        (first, last), *others = box
+        width = shape[0] // entry.groups
+        found += [(name, ((row, row + width), *others)) for row in range(first, last, width)]
+    return found
+
+
+def owners(spec: ModelSpec, trainers: Sequence[TrainerShard]) -> dict[str, dict[Box, list[int]]]:
+    """Return, for each tensor, its boxes on the trainer's side and the ranks that hold each."""
+    table = pushed(spec)
+    found: dict[str, dict[Box, list[int]]] = {name: {} for entry in table for name in entry.hf}
+    alike: dict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
+    for rank, shard in enumerate(trainers):
+        for index in shard.entries:
+            tensor = shard.tensor if table[index].expert is None else shard.expert_tensor
+            alike[index, tensor].append(rank)
+    for (index, tensor), ranks in alike.items():
+        for name, box in boxes_in(table[index], tensor):
+            found[name].setdefault(box, []).extend(ranks)
+    return found
+
+
+def plan_rounds(
+    held: Mapping[str, Mapping[Box, Sequence[int]]],
+    trainers: Sequence[TrainerShard],
+    engines: Sequence[EngineShard],
+    types: Mapping[str, TensorType],
+    bucket_bytes: int,
+    places: Sequence[int],
+) -> list[Round]:
+    """Return the rounds of a push; see the module's text.
+
+    Args:
+        held: result of `owners`.
+        trainers: by rank.
+        engines: the ranks of all engines, one engine after the other.
+        types: every tensor of the model.
+        bucket_bytes: most bytes that a process handles in a round, unless a single row has more.
+        places: for each engine rank the process that holds its bucket: the trainer rank that hands it over, or a
+            number of its own beyond the trainer's ranks.
+
+    Raises:
+        ValueError: an engine rank holds something that no trainer rank has, or no engine rank holds a part of a tensor.
+    """
+    queues: list[dict[int, deque[Piece]]] = [{} for _ in engines]
+    sent = [0] * len(trainers)
+    for name, kind in types.items():
+        distinct: set[Box] = set()
+        for receiver, engine in enumerate(engines):
+            for at, box in enumerate(engine.boxes.get(name, ())):
+                distinct.add(box)
+                found = 0
+                for own, ranks in held[name].items():
+                    if (common := intersect(box, own)) is None:
+                        continue
+                    found += size(common)
+                    sender = min(ranks, key=lambda rank: (_distance(trainers[rank], engine), sent[rank], rank))
+                    pieces = list(_pieces(name, at, common, kind.torch_dtype.itemsize, bucket_bytes))
+                    sent[sender] += sum(piece.bytes for piece in pieces)
+                    queues[receiver].setdefault(sender, deque()).extend(pieces)
+                if found != size(box):
+                    raise ValueError(f"the trainer holds {found} of the {size(box)} elements of {name}{list(box)}")
+        if (covered := _union(distinct)) != size(kind.whole):
+            raise ValueError(f"the engines hold {covered} of the {size(kind.whole)} elements of {name}")
+    rounds: list[Round] = []
+    while any(any(queue.values()) for queue in queues):
+        rounds.append(_next_round(queues, places, bucket_bytes, turn=len(rounds)))
+    return rounds
+
+
+def _next_round(queues: list[dict[int, deque[Piece]]], places: Sequence[int], bucket_bytes: int, turn: int) -> Round:
+    """Take as many pieces as every process may handle in one round."""
+    handled: dict[int, int] = defaultdict(int)
+    messages: list[Message] = []
+    for receiver, queue in enumerate(queues):
+        senders = sorted(queue)
+        first = (receiver + turn) % len(senders) if senders else 0
+        for sender in (*senders[first:], *senders[:first]):  # receivers start at different senders
+            taken: list[Piece] = []
+            processes = {sender, places[receiver]}
+            while queue[sender]:
+                count = Message(sender, receiver, (queue[sender][0],)).bytes
+                if any(handled[process] and handled[process] + count > bucket_bytes for process in processes):
+                    break
+                for process in processes:
+                    handled[process] += count
+                taken.append(queue[sender].popleft())
+            alone = [piece for piece in taken if piece.bytes >= ALONE_BYTES]
+            together = tuple(piece for piece in taken if piece.bytes < ALONE_BYTES)
+            messages += [Message(sender, receiver, (piece,)) for piece in alone]
+            messages += [Message(sender, receiver, together)] if together else []
+    return tuple(messages)
+
+
+def _pieces(name: str, at: int, box: Box, itemsize: int, limit: int) -> Iterator[Piece]:
+    """Divide a box into blocks of rows of at most `limit` bytes."""
+    (first, last), *others = box
+    row = size(tuple(others)) * itemsize
+    step = max(1, limit // row)
+    for start in range(first, last, step):
+        stop = min(last, start + step)
+        yield Piece(name, at, ((start, stop), *others), (stop - start) * row)
+
+
+def _distance(trainer: TrainerShard, engine: EngineShard) -> int:
+    return 0 if trainer.device == engine.device else 1 if trainer.host == engine.host else 2
+
+
+def _union(boxes: set[Box]) -> int:
+    """Return the number of elements in the union of boxes that are equal in all but one dimension or disjoint."""
+    total, seen = 0, list[Box]()
+    for box in sorted(boxes):
+        total += size(box) - sum(size(common) for other in seen if (common := intersect(box, other)) is not None)
+        seen.append(box)
+    return total

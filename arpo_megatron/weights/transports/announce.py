@@ -1,0 +1,76 @@
+"""Rank 0's requests about an exchange: each engine's part of the plan, and its start."""
+
+import concurrent.futures
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_push_error
+from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, JOIN_ACTION, PLAN_ACTION
+from arpo_megatron.weights.transports.base import Exchange
+
+_ANSWER_S = 5.0
+"""Seconds to wait for an engine's own account of a failure."""
+
+
+def send_plan(requests: EngineAdmin, exchange: Exchange) -> None:
+    """Give each engine the rounds in which its ranks receive.
+
+    Raises:
+        WeightPushError: a rank refuses, because the pieces are not exactly what it holds.
+    """
+    plans = []
+    for engine in range(len(exchange.engines)):
+        ranks = []
+        for receiver in exchange.ranks_of(engine):
+            rounds = [[message for message in turn if message.receiver == receiver] for turn in exchange.rounds]
+            ranks.append([[message.as_json() for message in turn] for turn in rounds if turn])
+        plans.append(ranks)
+    requests.tell_ranks(PLAN_ACTION, plans)
+
+
+def join(requests: EngineAdmin, exchange: Exchange, links: Sequence[Mapping[str, Any]]) -> None:
+    """Have each rank of all engines connect to the trainer by its link. Raises WeightPushError."""
+    engines = range(len(exchange.engines))
+    requests.tell_ranks(
+        JOIN_ACTION,
+        [[{**links[rank], "plan": exchange.name} for rank in exchange.ranks_of(engine)] for engine in engines],
+    )
+
+
+def start(requests: EngineAdmin, exchange: Exchange) -> list["Future[Any]"]:
+    """Start the exchange in every engine; the answers come at its end."""
+    body = {
+        "names": [],
+        "dtypes": [],
+        "shapes": [],
+        "group_name": "",
+        "load_format": EXCHANGE_FORMAT + json.dumps({"plan": exchange.name, "deadline_s": requests.timeout_s}),
+        "flush_cache": False,
+    }
+    return requests.post_all("update_weights_from_distributed", [(engine.url, body) for engine in exchange.engines])
+
+
+def run(posts: Sequence["Future[Any]"], work: Callable[[], None]) -> None:
+    """Do this rank's part, and wait for the engines' answers.
+
+    Raises:
+        WeightPushError: an engine's account of the failure if there is one, else what `work` has raised.
+    """
+    try:
+        work()
+    except (RuntimeError, OSError, EOFError) as error:
+        concurrent.futures.wait(posts, _ANSWER_S, concurrent.futures.FIRST_EXCEPTION)
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise first_push_error(posts, text[0][:300]) from error
+    for post in posts:
+        post.result()
+
+
+def first_failure(posts: Sequence["Future[Any]"]) -> str:
+    """Return the first error with which an engine has answered; "" if there is none so far."""
+    for post in posts:
+        if post.done() and isinstance(error := post.exception(), WeightPushError):
+            return str(error)
+    return ""

@@ -1,0 +1,141 @@
+"""Point-to-point messages in a process group of all trainer ranks and all engine ranks."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line, local_address
+from arpo_megatron.engine.wire import groups
+from arpo_megatron.engine.wire.boxes import Message, unpack
+from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
+from arpo_megatron.engine.wire.staging import Staging, as_bytes
+from arpo_megatron.engine.wire.watchdog import Watchdog
+from arpo_megatron.utils.heartbeat import beat
+from arpo_megatron.utils.stores import listen
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.local import LocalShard
+from arpo_megatron.weights.transports import announce
+from arpo_megatron.weights.transports.base import Exchange
+
+
+class Network:
+    """Sends every message from its trainer rank to its engine rank, by NCCL or gloo.
+
+    Args:
+        control: the trainer's ranks.
+        requests: requests to the engines; used by rank 0.
+        local: this rank's weights.
+        backend: "nccl" if no two members share a GPU, which NCCL refuses; else "gloo".
+    """
+
+    def __init__(self, control: Control, requests: EngineAdmin, local: LocalShard, backend: str) -> None:
+        self._control = control
+        self._requests = requests
+        self._local = local
+        self._backend = backend
+        self._exchange: Exchange | None = None
+        self._rounds: list[list[Message]] = []
+        self._group: Any = None
+        self._store: Any = None
+        self._staging = Staging(torch.device("cpu") if backend == "gloo" else local.device)
+
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest buffer that this rank has used for a round."""
+        return self._staging.largest
+
+    def connect(self, exchange: Exchange) -> None:
+        """Form the group, with the trainer's ranks first."""
+        control, rank = self._control, self._control.rank
+        self._exchange = exchange
+        self._rounds = [[message for message in turn if message.sender == rank] for turn in exchange.rounds]
+        control.on_rank_zero(lambda: announce.send_plan(self._requests, exchange))
+        members = control.ranks + len(exchange.places)
+        timeout = timedelta(seconds=self._requests.timeout_s)
+
+        def open_store() -> dict[str, Any]:
+            address = local_address(exchange.engines[0].url)
+            self._store = listen(address, 0, members, timeout)
+            # A new name avoids the group that a crashed trainer left.
+            name = f"arpo-weights-{time.time_ns()}"
+            where = {"kind": "network", "address": address, "port": self._store.port, "name": name}
+            return where | {"members": members, "backend": self._backend, "timeout_s": self._requests.timeout_s}
+
+        link = control.on_rank_zero(open_store)
+        links = [link | {"rank": control.ranks + receiver} for receiver in range(len(exchange.places))]
+        failure = ""
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(announce.join, self._requests, exchange, links) if rank == 0 else None
+            try:
+                if rank:
+                    self._store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
+                self._group = groups.join(self._store, link["name"], rank, members, self._backend, timeout)
+            except RuntimeError as error:
+                failure = f"joining the weight group: {first_line(error)}"
+                self._store = None  # an engine that still waits for members sees its end
+        try:
+            if answer is not None:
+                answer.result()
+        except WeightPushError as error:
+            failure = str(error)
+        if failures := [each for each in control.gather(failure) if each]:
+            raise WeightPushError(failures[0])
+
+    def send(self) -> int:
+        """Send this rank's messages, round by round."""
+        if self._exchange is None:
+            raise AssertionError("connect comes first")
+        posts = announce.start(self._requests, self._exchange) if self._control.rank == 0 else []
+        announce.run(posts, partial(self._run, posts))
+        self._staging.free()
+        return 1
+
+    def close(self) -> None:
+        """Leave the group; the engines leave it when their next plan comes."""
+        self._staging.free()
+        self._store = None
+        if self._group is not None:
+            groups.leave(self._group)
+        self._group = None
+
+    def _run(self, posts: Sequence["Future[Any]"]) -> None:
+        def failed() -> str:
+            if reason := announce.first_failure(posts):
+                self._store.set(FAILED_KEY, reason)
+            return self._store.get(FAILED_KEY).decode() if self._store.check([FAILED_KEY]) else ""
+
+        with Watchdog(self._group.abort, self._requests.timeout_s, failed):
+            works = [dist.all_reduce(torch.zeros(1, device=self._staging.device), group=self._group, async_op=True)]
+            for messages in self._rounds:
+                beat()
+                started = self._start(messages)
+                wait_for(works, self._staging.device)
+                works = started
+            wait_for(works, self._staging.device)
+
+    def _start(self, messages: Sequence[Message]) -> list[Any]:
+        """Start to send one round's messages; what is not contiguous is copied first."""
+        sources = [[self._local.view(piece) for piece in message.pieces] for message in messages]
+        direct = [len(views) == 1 and self._sendable(views[0]) for views in sources]
+        self._staging.turn(sum(m.bytes for m, whole in zip(messages, direct, strict=True) if not whole))
+        ops = []
+        for message, views, whole in zip(messages, sources, direct, strict=True):
+            if whole:
+                flat = as_bytes(views[0])
+            else:
+                flat = self._staging.take(message.bytes)
+                for target, view in zip(unpack(flat, message.pieces, self._local.types), views, strict=True):
+                    target.copy_(view)
+            peer = self._control.ranks + message.receiver
+            ops.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=peer))
+        return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def _sendable(self, view: torch.Tensor) -> bool:
+        return view.is_contiguous() and view.device == self._staging.device

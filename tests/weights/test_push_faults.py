@@ -1,0 +1,220 @@
+"""The published failures of weight pushes, injected one at a time into a push to a real engine of two ranks.
+
+Each is stopped at the push in which it happens, with an error that names it, and the next push repairs the engine. The
+table is in docs/guides/engines-and-weights.md.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
+from arpo_megatron.engine.launch import EngineHandle
+from arpo_megatron.engine.wire.boxes import Message, Piece
+from arpo_megatron.trainer.consistency import GAP_LIMITS
+from arpo_megatron.weights import reshard
+from arpo_megatron.weights.local import LocalShard
+from arpo_megatron.weights.sync import PROBE_TOKENS
+from arpo_megatron.weights.transports import handover
+from tests.weights.pushes import TIMEOUT_S, TOKENS, generate, post, trainer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+KEYS, VALUES = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+View = Callable[[LocalShard, Piece], Tensor]
+own_view = LocalShard.view
+
+
+def swapped(shard: LocalShard, piece: Piece) -> Tensor:
+    """Keys and values of a layer are exchanged."""
+    other = {KEYS: VALUES, VALUES: KEYS}.get(piece.name, piece.name)
+    return own_view(shard, Piece(other, piece.at, piece.box, piece.bytes))
+
+
+def wrong_shard(shard: LocalShard, piece: Piece) -> Tensor:
+    """The second rank of the engine gets columns of the first one."""
+    rows, *others = piece.box
+    if piece.name == DOWN and others[0][0]:
+        width = others[0][1] - others[0][0]
+        return own_view(shard, Piece(piece.name, piece.at, (rows, (0, width)), piece.bytes))
+    return own_view(shard, piece)
+
+
+def wrong_scale(shard: LocalShard, piece: Piece) -> Tensor:
+    """A matrix is twice as large."""
+    return own_view(shard, piece) * (2 if piece.name == DOWN else 1)
+
+
+def one_bit(shard: LocalShard, piece: Piece) -> Tensor:
+    """The lowest bit of one element is wrong."""
+    values = own_view(shard, piece)
+    if piece.name == KEYS:
+        values = values.clone()
+        values.view(torch.int32).view(-1)[0] ^= 1
+    return values
+
+
+@pytest.mark.parametrize("wrong", [swapped, wrong_shard, wrong_scale, one_bit])
+@pytest.mark.parametrize("kind", ["network", "ipc"])
+def test_checksums_stop_wrong_values(
+    engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: View, kind: str
+) -> None:
+    with trainer(tmp_path, 8).sync(engine.url, kind=kind, verify_every=0) as sync:
+        monkeypatch.setattr(LocalShard, "view", wrong)
+        with pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"):
+            sync.push(8)
+        monkeypatch.undo()
+        sync.push(9)
+
+
+@pytest.mark.parametrize("wrong", [swapped, wrong_shard, wrong_scale])
+def test_short_probe_stops_wrong_values_of_a_push_without_checksums(
+    engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: View
+) -> None:
+    trained = trainer(tmp_path, 2)
+    with trained.sync(engine.url, verify_every=0) as sync:
+        sync.push(2)
+        gaps = []
+        for view in (own_view, wrong):
+            monkeypatch.setattr(LocalShard, "view", view)
+            assert sync.push(3).probe_tokens == PROBE_TOKENS
+            gaps.append(trained.gap(sync, TOKENS[:PROBE_TOKENS]))
+        assert gaps[0] < GAP_LIMITS["float32"] / 10
+        assert gaps[1] > GAP_LIMITS["float32"] * 3
+        monkeypatch.undo()
+        sync.push(4)
+
+
+def without(rounds: list[Any], name: str) -> list[Any]:
+    return [
+        tuple(
+            Message(each.sender, each.receiver, tuple(piece for piece in each.pieces if piece.name != name))
+            for each in turn
+        )
+        for turn in rounds
+    ]
+
+
+def doubled(rounds: list[Any], name: str) -> list[Any]:
+    return rounds + [
+        tuple(each for each in turn if any(piece.name == name for piece in each.pieces)) for turn in rounds
+    ]
+
+
+@pytest.mark.parametrize("change", [without, doubled])
+def test_engine_refuses_a_plan_that_leaves_something_out(
+    engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Any], str], list[Any]]
+) -> None:
+    plan = reshard.plan_rounds
+    monkeypatch.setattr(reshard, "plan_rounds", lambda *arguments: change(plan(*arguments), DOWN))
+    with trainer(tmp_path, 11).sync(engine.url) as sync:
+        with pytest.raises(WeightPushError, match=r"rank 0 refuses the push: .* does not bring each element of model"):
+            sync.push(11)
+        assert post(engine.url).status_code == 503
+        monkeypatch.undo()
+        sync.push(12)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "12"
+
+
+@pytest.mark.parametrize("kind", ["network", "ipc"])
+def test_torn_bucket_is_never_committed(
+    engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The trainer's end breaks after half of the rounds; the engine notices at once and stays closed."""
+    trained = trainer(tmp_path, 13)
+    with trained.sync(engine.url, kind=kind) as sync:
+        sync.push(13)
+        transport: Any = sync.transport
+        start, rounds = transport._start, []
+
+        def torn(messages: Any) -> Any:
+            rounds.append(messages)
+            if len(rounds) > 2:
+                transport.close()
+                raise ConnectionError("the trainer's end is gone")
+            return start(messages)
+
+        monkeypatch.setattr(transport, "_start", torn)
+        with pytest.raises(WeightPushError, match=r"Failed to update|gone"):
+            sync.push(14)
+        assert post(engine.url).status_code == 503
+        sync.push(15)
+        assert trained.gap(sync) < 1e-4
+
+
+def test_exchange_by_an_old_plan_is_refused_at_once(engine: EngineHandle, tmp_path: Path) -> None:
+    """Two trainers push to one engine, which a cluster's requeue can bring about: the plan of one is forgotten."""
+    trained = trainer(tmp_path, 16)
+    with trained.sync(engine.url, kind="ipc") as first, trained.sync(engine.url) as second:
+        first.push(16)
+        second.push(17)
+        with pytest.raises(WeightPushError, match="this exchange does not follow the engine's newest plan"):
+            first.push(18)
+        first.push(19)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "19"
+
+
+def test_weights_outside_a_push_are_refused(engine: EngineHandle, tmp_path: Path) -> None:
+    """A server that was restarted within a push has no push, and a commit names what has arrived."""
+    engines = EngineAdmin([engine.url], TIMEOUT_S)
+    trained = trainer(tmp_path, 17)
+    with trained.sync(engine.url) as sync:
+        sync.push(17)
+        begin = sync.engines.begin_push
+        sync.engines.begin_push = lambda version: sync._reached or kept  # type: ignore[method-assign]
+        kept = begin(17)
+        sync.engines.begin_push(17)
+        engines.begin_push(18)  # another trainer's
+        for version, loads in ((17, 1), (18, 1)):
+            with pytest.raises(WeightPushError, match=r"HTTP 409: .*(weights of version 18|0 of the 1 parts)"):
+                engines.commit_push(version, loads)
+        del sync.engines.begin_push
+        sync.push(19)
+        body = {"model_path": str(tmp_path / "17")}
+        with pytest.raises(WeightPushError, match=r"HTTP 409: .*weights have arrived, but no push has begun"):
+            engines.post_all("update_weights_from_disk", [(engine.url, body)])[0].result()
+    assert generate(engine.url)["meta_info"]["weight_version"] == "19"
+
+
+def test_slept_weights_are_not_served(engine: EngineHandle, tmp_path: Path) -> None:
+    """Memory that comes back without weights keeps the engine closed until a push."""
+    engines = EngineAdmin([engine.url], TIMEOUT_S)
+    engines.release_memory()
+    with (
+        trainer(tmp_path, 21).sync(engine.url, lent=False) as sync,
+        pytest.raises(WeightPushError, match="cannot be stored: the engine's memory is lent"),
+    ):
+        sync.push(21)
+    with trainer(tmp_path, 22).sync(engine.url, lent=True) as sync:
+        sync.push(22)
+    assert generate(engine.url)["meta_info"]["weight_version"] == "22"
+
+
+def test_carrier_finishes_although_its_engine_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other trainer ranks wait for the carrier's part of the exchange between them."""
+
+    class Gone:
+        def send(self, _: Any) -> None:
+            raise BrokenPipeError("gone")
+
+        send_bytes = send
+
+        def poll(self, _: float) -> bool:
+            raise AssertionError("nothing is asked after the failure")
+
+        def close(self) -> None:
+            pass
+
+    peer = handover._Peer(Gone(), torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    peer.offer(100)
+    for _ in range(4):
+        peer.turn()
+        assert len(peer.take(100)) == 100
+        peer.hand_over()
+    peer.wait_until_read()
+    assert peer.failure == "an engine has left the push: gone"
