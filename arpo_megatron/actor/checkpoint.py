@@ -11,7 +11,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,7 @@ class CheckpointStore:
         root: created if missing; leftovers of interrupted saves in it are removed.
         keep: number of newest checkpoints to keep.
         keep_every: also keep the checkpoints of every n-th step; 0 keeps none.
+        best: chooses more checkpoints to keep among all of them.
         log: takes a line about a save that takes long, in a thread of rank 0.
         log_every_s: interval of these lines in seconds.
     """
@@ -137,6 +139,7 @@ class CheckpointStore:
         root: Path,
         keep: int,
         keep_every: int = 0,
+        best: Callable[[Sequence[Path]], AbstractSet[Path]] = lambda paths: set(),
         *,
         log: Callable[[str], None] = lambda line: None,
         log_every_s: float = INTERVAL_S,
@@ -145,6 +148,7 @@ class CheckpointStore:
         self._log, self._log_every_s = log, log_every_s
         self._keep = keep
         self._keep_every = keep_every
+        self._best = best
         self._writing: _Writing | None = None
         self._reports: list[SaveReport] = []
         self._failed_in_a_row = 0
@@ -238,7 +242,7 @@ class CheckpointStore:
         write_manifest(partial, records)
         replace_directory(partial, self.root / f"step_{step}")
         there = checkpoint_directories(self.root)
-        doomed = set(there) - kept(there, self._keep, self._keep_every)
+        doomed = set(there) - kept(there, self._keep, self._keep_every) - self._best(there)
         for path in [*doomed, self.root / f"step_{step}.damaged"]:
             with suppress(OSError):  # what cannot be deleted does no harm
                 remove(path)

@@ -19,6 +19,8 @@ class TrainConfig:
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2
     """Number of newest complete checkpoints to keep; older ones are deleted."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints with the highest held-out success (`evaluation.every`) that are kept, too."""
     keep_every: NonNegative = 0
     """Checkpoints of every n-th step are never deleted; 0: none."""
     logprob_gap_limit: PositiveFloat | None = None

@@ -58,6 +58,8 @@ def check_job(config: "JobConfig") -> None:
         raise ValueError(
             "algorithm.router_replay=rollout needs engine.router=auto or none: SGLang's router hides expert routes"
         )
+    if config.train.keep_best and config.evaluation.every is None:
+        raise ValueError("train.keep_best needs evaluation.every=N, whose held-out success ranks the checkpoints")
     if config.sync.directory is not None and config.sync.transport != "disk":
         raise ValueError(f"sync.directory needs sync.transport=disk, not {config.sync.transport}")
     if config.model.is_generated:

@@ -1,7 +1,9 @@
 """Names of checkpoint directories: list them, and choose which to keep."""
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _STEP = re.compile(r"step_(\d+)")
@@ -25,6 +27,23 @@ def disk_full_hint(root: Path) -> str:
     """Return the end of an error message about a full disk: how to resume the run with checkpoints in `root`."""
     paths = checkpoint_directories(root)
     return f"free disk space, then resume with --resume (from {paths[-1].name if paths else 'the beginning'})"
+
+
+def best_checkpoints(paths: Sequence[Path], held_out: Path, count: int) -> set[Path]:
+    """Return the `count` checkpoints with the highest held-out success; of equal ones the newer.
+
+    Args:
+        paths: checkpoints in the order of their steps.
+        held_out: directory with the results of the held-out evaluations.
+        count: number of checkpoints; fewer are returned if fewer were evaluated.
+    """
+    scores: dict[Path, float] = {}
+    for path in paths if count else ():
+        with suppress(OSError, ValueError, KeyError):  # this step was not evaluated
+            result = json.loads((held_out / f"step_{step_of(path):06d}.json").read_text(encoding="utf-8"))
+            scores[path] = float(result["success"])
+    ranked = sorted(scores, key=lambda path: (scores[path], step_of(path) or 0), reverse=True)
+    return set(ranked[:count])
 
 
 def kept(paths: Sequence[Path], keep: int, keep_every: int) -> set[Path]:

@@ -24,6 +24,7 @@ CHANGEABLE = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.keep_every",
+    "train.keep_best",
     "parallel",
     "optimizer.offload",
     "optimizer.offload_fraction",

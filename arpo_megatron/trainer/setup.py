@@ -18,7 +18,7 @@ from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT
+from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, best_checkpoints
 from arpo_megatron.jobs.run_directory import Phase, RunDirectory, start_model
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.events import EventLog, log_user_errors
@@ -199,7 +199,13 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
         checkpoints = CheckpointStore(directory.sft_checkpoints, SFT_CHECKPOINTS_KEPT, log=note)
     else:
         optimizer, updates = config.optimizer, train.steps * config.algorithm.minibatches
-        checkpoints = CheckpointStore(directory.checkpoints, train.keep_checkpoints, train.keep_every, log=note)
+        checkpoints = CheckpointStore(
+            directory.checkpoints,
+            train.keep_checkpoints,
+            train.keep_every,
+            lambda paths: best_checkpoints(paths, directory.held_out, train.keep_best),
+            log=note,
+        )
     actor = Actor(
         config,
         ModelSpec.from_hf(start),

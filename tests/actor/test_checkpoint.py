@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and damage is reported."""
 
+import json
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.checkpoint import MAX_FAILED_SAVES, CheckpointStore, newest_intact
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.checkpoint_dirs import best_checkpoints
 from tests.ranks import run_ranks
 
 
@@ -123,6 +125,18 @@ def test_store_keeps_the_newest_and_every_nth_checkpoint(tmp_path, every, left):
     for step in range(10):
         saved(store, step)
     assert names(tmp_path) == [f"step_{step}" for step in left]
+
+
+def test_store_keeps_the_best_of_the_evaluated_checkpoints(tmp_path):
+    root, held_out = tmp_path / "checkpoints", tmp_path / "held_out"
+    held_out.mkdir()
+    success = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.1}
+    store = CheckpointStore(root, keep=1, best=lambda paths: best_checkpoints(paths, held_out, 2))
+    for step in range(1, 10):
+        saved(store, step)
+        if step in success:
+            (held_out / f"step_{step:06d}.json").write_text(json.dumps({"success": success[step]}))
+    assert names(root) == ["step_4", "step_6", "step_9"]
 
 
 @pytest.mark.parametrize("name", ["actor/weights", "actor/joined", "state.json", "manifest.json"])

@@ -236,7 +236,7 @@ def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
     text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are needed for checkpoints"
     text += f" in addition to the {there / 1e9:.1f} GB of this run" if there else ""
     if free < wanted:
-        fewer = "" if config.sft_only else "keep fewer (train.keep_checkpoints, train.keep_every), "
+        fewer = "" if config.sft_only else "keep fewer (train.keep_checkpoints, train.keep_best, train.keep_every), "
         return failure("disk", text, f"make room, {fewer}or set `runs` to another filesystem")
     return ok("disk", text)
 
@@ -253,6 +253,7 @@ def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
         all_steps = [*own, *(run.checkpoints / f"step_{step}" for step in due if step > newest)]
         # A job that is stopped saves one in addition to those that are due.
         count += max(len(kept(all_steps, train.keep_checkpoints, train.keep_every)), train.keep_checkpoints)
+        count += train.keep_best
     return count, sum(file.stat().st_size for path in (*sft, *own) for file in path.rglob("*") if file.is_file())
 
 
