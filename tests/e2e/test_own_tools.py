@@ -88,11 +88,9 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
         }
         (tmp_path / "tools.yaml").write_text(yaml.safe_dump(values))
         overrides = [f"model.path={tmp_path / 'model'}", "sft.steps=0", "train.steps=1", *SHORT]
-        overrides += [
-            "evaluation.after=true",
-            "evaluation.tasks=4",
-            "rollout.at_limit=answer_now",
-        ]
+        # Enough trajectories for each tool: in half of the calls the closing tag is that of the twin.
+        overrides += ["train.tasks_per_step=12", "evaluation.after=true", "evaluation.tasks=4"]
+        overrides += ["rollout.at_limit=answer_now"]
         overrides += [f"sandbox.file={tmp_path / 'tools.yaml'}", "rollout.tools=[count_words,reverse,search,browse]"]
         run_to_end(quickstart("train", run, *overrides), run)
 
