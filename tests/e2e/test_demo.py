@@ -77,6 +77,15 @@ def test_agent_learns(tmp_path: Path, seed: int, capsys: Any) -> None:
     check_decisions(figures, capsys)
 
 
+@pytest.mark.slow_campaign
+def test_agent_learns_in_fp8(tmp_path: Path) -> None:
+    """The whole demo over Transformer Engine's layers, whose extension is emulated."""
+    figures = run_demo(tmp_path, "model.fp8=blockwise")
+    assert figures["success_before"] <= 0.65
+    assert figures["success_after"] >= 0.85
+    assert figures["screen"].count("fp8 blockwise (emulated)") == figures["steps"]
+
+
 def check_run(demo: dict[str, Any]) -> None:
     """Check that trees forked, trainer and engine agree after every push, and the radix cache served the forks."""
     assert demo["forks"] > 0 and demo["tool_calls_executed"] > 0 and demo["tool_calls_inherited"] > 0
