@@ -10,7 +10,6 @@ intervals (`save_watch.py`).
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -61,19 +60,17 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Outcome of one save: how long it took, or why there is no checkpoint."""
+    """Outcome of one save."""
 
     step: int
     """Step of the checkpoint."""
-    seconds: float
-    """Wall time of the save; training continues for most of it."""
     error: str = ""
     """Why there is no checkpoint; empty on success."""
 
     def __str__(self) -> str:
         if not self.error:
-            return f"step_{self.step} is saved ({self.seconds:.1f} s)"
-        return f"step_{self.step} could not be saved: {self.error}; older checkpoints are intact, training continues"
+            return f"step_{self.step} is saved"
+        return f"step_{self.step} could not be saved: {self.error}; older checkpoints are intact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +181,15 @@ class CheckpointStore:
                 f"{self._failed_in_a_row} checkpoints in a row could not be saved ({self._last_error}): "
                 f"fix {self.root} and restart with --resume"
             )
-        state, started = json.dumps(crash_state), time.monotonic()
+        state = json.dumps(crash_state)
         partial = self.root / f"step_{step}.tmp"
         watch = SaveWatch(partial, self._log, self._log_every_s)
         if error := _on_rank_zero(lambda: _make_empty(partial), "control"):
             watch.end()
-            self._note(SaveReport(step, time.monotonic() - started, error))
+            self._note(SaveReport(step, error))
             return
         snapshot = actor.snapshot(partial / _ACTOR_DIRECTORY)
-        self._writing = _Writing(step, partial, snapshot, state, files, self._commit, started, watch)
+        self._writing = _Writing(step, partial, snapshot, state, files, self._commit, watch)
 
     def reports(self) -> list[SaveReport]:
         """Return the results of saves that ended since the last call, without waiting."""
@@ -259,12 +256,11 @@ class _Writing:
         state: str,
         files: Mapping[str, Callable[[], bytes]],
         commit: Callable[[int, Path, list[FileRecord]], None],
-        started: float,
         watch: SaveWatch,
     ) -> None:
         self.report: SaveReport | None = None
         self._step, self._partial, self._snapshot = step, partial, snapshot
-        self._state, self._files, self._commit, self._started, self._watch = state, files, commit, started, watch
+        self._state, self._files, self._commit, self._watch = state, files, commit, watch
         # A daemon: a rank that fails must not wait for its disk.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -280,7 +276,7 @@ class _Writing:
         except Exception as lost:  # a member of the group has died; that rank logs why
             error = _reason(lost)
         self._watch.end()
-        self.report = SaveReport(self._step, time.monotonic() - self._started, error)
+        self.report = SaveReport(self._step, error)
 
     def _save(self) -> str:
         """Write, and return why that failed, equal on all ranks; empty on success."""

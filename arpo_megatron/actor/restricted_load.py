@@ -170,4 +170,4 @@ def _load_storage(content: bytes) -> Any:
 
 
 def _refusal(where: Path | str, why: str) -> UserError:
-    return UserError(f"the checkpoint's {where} may run code: {why}. Use a checkpoint that arpo wrote")
+    return UserError(f"the checkpoint's {where} is damaged or may run code: {why}. Use a checkpoint that arpo wrote")

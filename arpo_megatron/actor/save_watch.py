@@ -46,9 +46,10 @@ class SaveWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval_s):
+            missing = parallel.ranks_without(self._name) or [0]  # rank 0 commits what all ranks have written
             line = (
                 f"{self._directory} is not written after {time.monotonic() - self._started:.0f} s: "
-                f"rank {_listed(parallel.ranks_without(self._name) or [0])} is still writing; check this file system"
+                f"waiting for rank {_listed(missing)}; check this file system"
             )
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

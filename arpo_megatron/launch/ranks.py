@@ -29,7 +29,7 @@ Rank = subprocess.Popen[bytes]
 
 
 def main() -> None:
-    """Run the ranks and exit with 0 if all of them did, else with the exit code of the first that failed."""
+    """Run the ranks and exit with 0 if all of them did, else with the exit code of a rank that failed."""
     count, command = int(sys.argv[1]), [sys.executable, "-m", *sys.argv[2:]]
     interrupt_on_signals()
     try:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run a command on `count` ranks; return 0, or the exit code of the first rank that failed."""
+    """Run a command on `count` ranks; return 0, or the exit code of a rank that failed; a killed rank goes first."""
     folder = TemporaryFolder(_FOLDER_PREFIX)
     ranks: list[Rank] = []
     try:
@@ -77,11 +77,11 @@ def _start(command: Sequence[str], number: int, count: int, store: Path) -> Rank
 
 
 def _first_failure(ranks: Sequence[Rank]) -> tuple[int, int] | None:
-    """Wait for the ranks; return number and return code of the first that failed, None if all ended well."""
+    """Wait for the ranks; return number and return code of one that failed, None if all ended well."""
     while True:
         codes = [rank.poll() for rank in ranks]
         if failed := [(code, number) for number, code in enumerate(codes) if code]:
-            code, number = min(failed)  # a signal's code is negative: the peers of a killed rank fail after it
+            code, number = min(failed)  # a killed rank, with a negative code, is the cause: its peers fail later
             return number, code
         if None not in codes:
             return None

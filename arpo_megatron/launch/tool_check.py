@@ -5,8 +5,10 @@ This machine isolates python calls as the job wants, and the service accepts the
 
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from tools_sandbox.config import TOKEN_VARIABLE
 
 _OWN_PREFIX = "tools_sandbox: "
 """Start of the line in which the service names the reason why it cannot start."""
+_START_S = 120.0
+"""Seconds that the service may take until it is ready."""
 
 
 def check_isolation(config: JobConfig) -> list[str]:
@@ -67,33 +71,35 @@ def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
 
 def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[str, object]]:
     """Return the argument schemas of the service's tools by name."""
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    token = secrets.token_hex(16)
     command = [sys.executable, "-m", "tools_sandbox", "--config", str(run.sandbox_config)]
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(
+    with log.open("wb") as errors:
+        service = subprocess.Popen(
             command,
-            env=environment,
+            env={**os.environ, TOKEN_VARIABLE: token},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,
             preexec_fn=partial(bind_to_parent, os.getpid()),  # noqa: PLW1509  (prctl and getppid only)
-        ) as service,
-    ):
-        try:
-            assert service.stdout is not None
+        )
+    deadline = threading.Timer(_START_S, stop_groups, [[service]])
+    deadline.start()
+    try:
+        assert service.stdout is not None
+        with service.stdout:
             ready = service.stdout.readline().split()
             if len(ready) == 2:
-                return asyncio.run(_listed(ready[1]))
-        finally:
-            stop_groups([service])
+                return asyncio.run(_listed(ready[1], token))
+    finally:
+        deadline.cancel()
+        stop_groups([service])
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     reasons = [line.removeprefix(_OWN_PREFIX) for line in lines if line.startswith(_OWN_PREFIX)]
     source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
     raise UserError(f"the tool service does not start with {source}: {reasons[-1] if reasons else f'see {log}'}")
 
 
-async def _listed(url: str) -> dict[str, dict[str, object]]:
-    async with AsyncSandboxClient(url) as client:
+async def _listed(url: str, token: str) -> dict[str, dict[str, object]]:
+    async with AsyncSandboxClient(url, token) as client:
         return await client.tools()

@@ -77,13 +77,18 @@ class ActorSession:
         """Start to write the checkpoint of `step`; see `CheckpointStore.save`."""
         self.checkpoints.save(step, self.actor, state, files)
 
-    def log_saves(self, *, wait: bool = False) -> None:
-        """Log the saves that failed since the last call; with `wait`, finish the one in flight first."""
+    def log_saves(self, *, wait: bool = False) -> bool:
+        """Log the saves that failed since the last call; with `wait`, finish the one in flight first.
+
+        Returns:
+            Whether none has failed.
+        """
         if wait:
             self.checkpoints.finish()
-        for report in self.checkpoints.reports():
-            if report.error:
-                self.note(str(report))
+        failed = [report for report in self.checkpoints.reports() if report.error]
+        for report in failed:
+            self.note(str(report))
+        return not failed
 
     def stopping(self) -> bool:
         """Whether the job is asked to save and end; the same answer on all ranks."""
@@ -99,11 +104,13 @@ class ActorSession:
         Raises:
             StoppedError: always.
         """
+        saved = True
         self.log_saves(wait=True)
         if step and not parallel.broadcast_object((self.checkpoints.root / f"step_{step}").exists()):
             save()
-            self.log_saves(wait=True)
-        self.note(f"asked to end: {step} {'steps' if self.phase == 'train' else 'updates'} are done and saved")
+            saved = self.log_saves(wait=True)
+        done = f"{step} {'steps' if self.phase == 'train' else 'updates'} are done"
+        self.note(f"asked to end: {done}" + (" and saved" if saved else ", but not all are saved"))
         raise StoppedError
 
     def handle_skipped_update(

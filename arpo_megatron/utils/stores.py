@@ -32,7 +32,7 @@ def listen(address: str, port: int, world_size: int, timeout: timedelta) -> TCPS
     )
 
 
-def meet(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> TCPStore:
+def tcp_store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> TCPStore:
     """Return the store of ranks on several machines, which listens at rank 0's `address`."""
     if rank == 0:
         return listen(address, port, world_size, timeout)
@@ -43,16 +43,16 @@ def rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return the store for a process group of all ranks, from the variables of their launcher.
 
     A lone rank has a store in its own memory. The ranks of one machine share the file `STORE_FILE`. Ranks on several
-    machines meet at MASTER_ADDR and MASTER_PORT.
+    machines meet at MASTER_ADDR and MASTER_PORT. All ranks must create their groups in the same order.
     """
     if world_size == 1:
         return HashStore()
     # A rank keeps its store until it ends: the last user of a file would delete it, and a closed port can be taken.
-    return PrefixStore(str(next(_groups)), _only_store(rank, world_size, timeout))
+    return PrefixStore(str(next(_groups)), _launcher_store(rank, world_size, timeout))
 
 
 @cache
-def _only_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+def _launcher_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     if path := os.environ.get(STORE_FILE):
         return FileStore(path, world_size)
-    return meet(rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    return tcp_store(rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)

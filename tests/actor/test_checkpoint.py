@@ -104,7 +104,7 @@ def test_save_in_the_background_holds_the_state_of_its_step(tmp_path):
     go_on.set()  # else it would not be written
     while not (reports := store.reports()):
         time.sleep(0.01)
-    assert reports[0].step == 1 and reports[0].seconds >= 0.3
+    assert reports[0].step == 1
     assert value_of(tmp_path / "step_1") == "1"
 
 
@@ -202,7 +202,7 @@ def test_failed_save_is_reported_and_leaves_the_older_checkpoint_intact(tmp_path
         store.save(2, Weights(2, size=100_000), {})
         store.finish()
     (report,) = store.reports()
-    assert str(report) == "step_2 could not be saved: File too large; older checkpoints are intact, training continues"
+    assert str(report) == "step_2 could not be saved: File too large; older checkpoints are intact"
     assert names(tmp_path) == ["step_1"] and newest_intact(tmp_path).path == tmp_path / "step_1"
     saved(store, 3)
 
@@ -262,7 +262,7 @@ def test_hung_write_is_reported_at_intervals_until_it_ends(tmp_path, capfd, wait
     while not (reports := store.reports()):
         time.sleep(0.01)
     assert not reports[0].error and names(store.root) == ["step_4"]
-    text = rf"{store.root}/step_4\.tmp is not written after \d+ s: rank 0 is still writing; check this file system"
+    text = rf"{store.root}/step_4\.tmp is not written after \d+ s: waiting for rank 0; check this file system"
     assert len(lines) >= 3 and all(re.fullmatch(text, line) for line in lines)
     assert capfd.readouterr().err.splitlines()[:3] == lines[:3]
 
@@ -272,7 +272,7 @@ def save_with_hung_rank(root: Path) -> None:
     parallel.initialize(ParallelConfig(data=3), seed=1)
     fifo, lines = root / "fifo", []
     store = CheckpointStore(
-        root / "checkpoints", keep=2, log=read_when(fifo, lines, lambda: "rank 2 is" in lines[-1]), log_every_s=0.1
+        root / "checkpoints", keep=2, log=read_when(fifo, lines, lambda: "rank 2;" in lines[-1]), log_every_s=0.1
     )
     for step in (1, 2):  # what the ranks posted for one save does not count for the next
         hangs = step == 2 and parallel.rank() == 2

@@ -339,7 +339,12 @@ def test_gpu_check_fails_on_missing_gpus(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_exposure_check_compares_addresses_with_trusted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces = {"bond0": [SimpleNamespace(address="10.1.2.3", netmask="255.255.0.0")]}
+    interfaces = {
+        "bond0": [
+            SimpleNamespace(address="10.1.2.3", netmask="255.255.0.0"),
+            SimpleNamespace(address="fd00::7%bond0", netmask="ffff:ffff:ffff:ffff::"),
+        ]
+    }
     monkeypatch.setattr("arpo_megatron.launch.preflight.exposure.psutil.net_if_addrs", lambda: interfaces)
     here, node = {"127.0.0.1", "::1"}, {"127.0.0.1", "10.1.2.3"}
     assert check_exposure(here).level == "ok"
@@ -347,6 +352,7 @@ def test_exposure_check_compares_addresses_with_trusted_networks(monkeypatch: py
     assert found.level == "warning" and "set trusted_networks" in found.fix
     assert "listen at 10.1.2.3 (bond0, open to 10.1.0.0/16)" in found.text
     assert check_exposure(node, ("192.168.0.0/16", "10.0.0.0/8")).level == "ok"
+    assert "fd00::7 (bond0, open to fd00::/64)" in check_exposure({"fd00::7"}).text
     found = check_exposure(node | {"::"}, ("10.0.0.0/8",))
     assert found.level == "failure" and ":: (every network of this machine)" in found.text
     assert ": :: is in none of trusted_networks" in found.text

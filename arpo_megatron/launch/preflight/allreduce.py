@@ -30,7 +30,7 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str, list
     import torch
     import torch.distributed as dist
 
-    from arpo_megatron.utils.stores import meet
+    from arpo_megatron.utils.stores import tcp_store
 
     started = time.monotonic()
     backend = "gloo" if device == "cpu" else "nccl"
@@ -40,7 +40,7 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str, list
         if is_loopback(address):
             os.environ.update(LOOPBACK_ENVIRONMENT)
         timeout = timedelta(seconds=MEETING_S)
-        store = meet(rank, count, address, port, timeout)
+        store = tcp_store(rank, count, address, port, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         value = torch.ones(1, device=device)
         dist.all_reduce(value)  # NCCL connects only here

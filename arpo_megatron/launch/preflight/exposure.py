@@ -17,18 +17,18 @@ def check_exposure(addresses: Iterable[str], trusted: Sequence[str] = ()) -> Che
         trusted: `trusted_networks` of the cluster profile.
     """
     parsed = {_plain(address) for address in addresses}
-    reachable = sorted(str(each) for each in parsed if not each.is_loopback)
+    reachable = sorted((each for each in parsed if not each.is_loopback), key=str)
     if not reachable:
-        return ok("exposure", "services, ranks and weight pushes listen at 127.0.0.1: users of this machine reach them")
+        return ok("exposure", "a job on this machine listens at 127.0.0.1 only: share it with users whom you trust")
     networks = [ip_network(network) for network in trusted]
-    outside = [each for each in reachable if not any(ip_address(each) in network for network in networks)]
+    outside = [each for each in reachable if not any(each in network for network in networks)]
     text = f"services, ranks and weight pushes listen at {', '.join(f'{each} ({_hosts(each)})' for each in reachable)}"
     if not outside:
         return ok("exposure", text)
     if not networks:
         return warning("exposure", text, "ranks and pushes ask for no password: set trusted_networks in the profile")
     fix = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in the profile to an interface of a trusted network"
-    return failure("exposure", f"{text}: {', '.join(outside)} is in none of trusted_networks", fix)
+    return failure("exposure", f"{text}: {', '.join(map(str, outside))} is in none of trusted_networks", fix)
 
 
 def _plain(address: str) -> IPv4Address | IPv6Address:
@@ -40,12 +40,13 @@ def _plain(address: str) -> IPv4Address | IPv6Address:
     return (parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else parsed
 
 
-def _hosts(address: str) -> str:
+def _hosts(address: IPv4Address | IPv6Address) -> str:
     """Return the interface of an address and the hosts that are next to it."""
-    if ip_address(address).is_unspecified:
+    if address.is_unspecified:
         return "every network of this machine"
     for interface, own in psutil.net_if_addrs().items():
         for each in own:
-            if each.address == address and each.netmask:
-                return f"{interface}, open to {ip_network(f'{address}/{each.netmask}', strict=False)}"
+            if each.netmask and each.address.partition("%")[0] == str(address):
+                bits = int(ip_address(each.netmask)).bit_count()
+                return f"{interface}, open to {ip_network(f'{address}/{bits}', strict=False)}"
     return "no interface of this machine"
