@@ -42,7 +42,7 @@ def new_run(path: Path, config: JobConfig = CONFIG, **changes: Any) -> TrainingR
         start=path,
         log_saves=lambda wait: None,
     )
-    return TrainingRun(session, **{"controller": None, "held_out": (), **changes})
+    return TrainingRun(session, **{"sync": None, "controller": None, "held_out": (), **changes})
 
 
 def test_seconds_of_a_phase_leave_out_those_of_inner_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
