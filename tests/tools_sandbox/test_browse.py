@@ -27,12 +27,13 @@ from tests.tools_sandbox.helpers.hostile_site import BOMB_BYTES, FORBIDDEN, PERM
 from tests.tools_sandbox.helpers.services import read_walls, wait_until, wait_until_gone
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.addresses import AddressPolicy, _is_own
-from tools_sandbox.browse.page import Page
+from tools_sandbox.browse.page import FetchFailed, Page
 from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.browse.text import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import BrowseConfig, ConfigError, PythonConfig, SummaryConfig
+from tools_sandbox.python_tool.protocol import Outcome
 from tools_sandbox.tool import in_thread
 
 ALLOW = (f"{PERMITTED}/32",)
@@ -416,6 +417,19 @@ def test_parser_memory_is_bounded(site: Site, browse: Browse) -> None:
         assert "417" in asyncio.run(read(BrowseArguments(url=site.url("/page")), 20.0)).text
     finally:
         small.close()
+
+
+@pytest.mark.parametrize("text", ["[" * 9000, "{", "[]"])
+def test_answer_of_parser_that_is_none_fails_the_page(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A page that controls its parser may let it answer anything."""
+    controlled = PageParser(BrowseConfig(), PythonConfig())
+
+    async def answer(*_: object, **__: object) -> Outcome:
+        return Outcome("ok", text)
+
+    monkeypatch.setattr(controlled._pool, "run", answer)
+    with pytest.raises(FetchFailed, match="cannot be parsed"):
+        asyncio.run(controlled.parse(Page("http://x/", "text/html", None, b"", cut=False), 10))
 
 
 def test_parser_is_isolated_and_ends_with_killed_service(site: Site, start_service: Callable[..., Any]) -> None:

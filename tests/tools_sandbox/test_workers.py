@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import requests
@@ -22,6 +23,7 @@ from tests.tools_sandbox.helpers.services import running, wait_until, wait_until
 from tools_sandbox.catalog import build_tools
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
+from tools_sandbox.workers import pool as worker_pool
 
 StartService = Callable[..., Any]
 ROOT, HELPERS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent / "helpers"
@@ -172,6 +174,57 @@ def test_workers_end_with_killed_service_and_leave_no_folder(
     wait_until_gone(family)
     wait_until(lambda: not list(place.iterdir()))
     caller.join()
+
+
+class Unkillable(subprocess.Popen[bytes]):
+    """A process that the kernel does not end, for example because it waits for a network file system."""
+
+    started: ClassVar[list[subprocess.Popen[bytes]]] = []
+    ended = threading.Event()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.started.append(self)
+
+    def kill(self) -> None:
+        """Do nothing before `ended`."""
+        if self.ended.is_set():
+            super().kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for `ended`, then for the process."""
+        if not self.ended.wait(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return super().wait()
+
+
+def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, ended = list[Unkillable](), threading.Event()
+    monkeypatch.setattr(Unkillable, "started", started)
+    monkeypatch.setattr(Unkillable, "ended", ended)
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    for name in ("_CANCEL_GRACE_S", "_END_S", "_KILL_TIMEOUT_S"):
+        monkeypatch.setattr(worker_pool, name, 0.2)
+
+    async def run() -> None:
+        workers = worker_pool.WorkerPool(SandboxConfig(workers=1), [])
+        try:
+            await workers.start()
+            started[0].send_signal(signal.SIGSTOP)
+            assert (await workers.run("any", {}, 0.1, repeatable=False)).status == "timeout"
+            async with asyncio.timeout(60):
+                while not (workers.restarts and workers.alive):
+                    await asyncio.sleep(0.02)
+            started[1].send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(60):
+                await workers.stop()
+        finally:
+            ended.set()
+            for process in started:
+                process.kill()
+
+    asyncio.run(run())
+    assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_shutdown_does_not_wait_for_starting_worker(

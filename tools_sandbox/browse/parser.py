@@ -71,7 +71,7 @@ class PageParser:
         # The process may be under the control of the page: its answer may be anything.
         try:
             answer = json.loads(outcome.text) if outcome.status == "ok" else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = {}
         match answer:
             case {"text": str(text), "chars": int(chars)}:

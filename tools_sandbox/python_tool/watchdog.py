@@ -20,14 +20,23 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _UTIME, _STIME, _CUTIME, _CSTIME = 11, 12, 13, 14  # fields of /proc/PID/stat after the name
 _MAPPING_BYTES = 256
 """Memory of the kernel for one mapping, which is at least one page of address space."""
-_MOST_MAPPINGS = 65_530
-"""Mappings of one process at most: Linux's default of vm.max_map_count."""
 _REST = 9
 """An exact measurement of memory is followed by a rest of this many times its CPU time."""
 _LOST = 3
 """Exact measurements that end without a result, one after the other, until the upper bound counts instead."""
 _STATUS = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|VmSize):\s*(\d+) kB", re.MULTILINE)
 _ROLLUP = re.compile(rb"^(?:Pss_Anon|Pss_Shmem|SwapPss):\s*(\d+) kB", re.MULTILINE)
+
+
+def _read_most_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
+    """Return the limit of the mappings of one process; the largest that Linux accepts if it cannot be read."""
+    try:
+        return int(limit.read_text())
+    except (OSError, ValueError):
+        return (1 << 31) - 1
+
+
+_MOST_MAPPINGS = _read_most_mappings()
 
 
 @dataclass(frozen=True, slots=True)

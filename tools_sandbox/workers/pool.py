@@ -31,6 +31,8 @@ _END_S = 10.0
 """Seconds for a worker to stop its tools and end, before it is killed."""
 _CANCEL_GRACE_S = 3.0
 """Seconds for a worker to confirm that a cancelled call has ended. After that it counts as hung and is replaced."""
+_KILL_TIMEOUT_S = 4.0
+"""Seconds that the service waits for a killed worker, which the kernel may not end while it waits for a device."""
 _MAX_PAUSE_S = 5.0
 
 
@@ -44,6 +46,11 @@ class _Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pending: dict[int, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
+
+    def kill(self) -> None:
+        """Kill the process and close its socket, which a process that is blocked in the kernel would keep open."""
+        self.process.kill()
+        self.writer.transport.abort()
 
 
 class WorkerPool:
@@ -138,7 +145,7 @@ class WorkerPool:
             return
         log.warning("a worker hangs in a call and is replaced", extra={"pid": worker.process.pid})
         del worker.pending[number]
-        worker.process.kill()
+        worker.kill()
 
     async def _add_worker(self) -> None:
         worker = await self._spawn()
@@ -189,10 +196,12 @@ class WorkerPool:
         for future in worker.pending.values():
             future.set_exception(_WorkerDied)
         worker.pending.clear()
+        replaced = not self._stopping
+        if replaced:  # first: the end of a process that is blocked in the kernel may take any time
+            self._in_background(self._replace())
         await _end(worker.process, worker.writer)
-        if not self._stopping:
+        if replaced:
             log.warning("a worker died", extra={"pid": worker.process.pid, "code": worker.process.returncode})
-            await self._replace()
 
     async def _replace(self) -> None:
         pause_s = 0.1
@@ -212,7 +221,7 @@ class WorkerPool:
         task.add_done_callback(self._background.discard)
 
     async def stop(self) -> None:
-        """Let all workers stop their tools and end. Those that take too long are killed."""
+        """Let all workers stop their tools and end. Kill those that take too long, and wait a bounded time for them."""
         self._stopping = True
         await self._notify()
         for process in self._starting:
@@ -223,13 +232,15 @@ class WorkerPool:
         if self._background:
             await asyncio.wait(list(self._background), timeout=_END_S)
         for worker in self._workers:
-            worker.process.kill()
-        while self._background:
-            await asyncio.wait(list(self._background), timeout=_CANCEL_GRACE_S + 1)
+            worker.kill()
+        deadline = time.monotonic() + _CANCEL_GRACE_S + _KILL_TIMEOUT_S + 1
+        while self._background and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait(list(self._background), timeout=left_s)
 
 
 async def _end(process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
     process.kill()
-    # In a thread: a process that is blocked in the kernel may take a while to end.
-    await asyncio.to_thread(process.wait)
+    # In a thread and bounded: a process that is blocked in the kernel may take any time to end.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(process.wait, _KILL_TIMEOUT_S)
