@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -46,6 +47,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     config = load_config(arguments.config)
     logs.set_up(config.log.format)
+    if token is None:
+        logging.getLogger("tools_sandbox").warning(
+            "no token (%s): every process of this machine may call", TOKEN_VARIABLE
+        )
     budget = descriptors.plan_budget(descriptors.raise_limit(), config)
     with _listen(arguments.host, arguments.port, token) as listener:
         # Imported late (0.5 s), so that a bad file or a taken port is reported at once.

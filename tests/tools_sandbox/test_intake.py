@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import requests
+import uvicorn
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from tests.tools_sandbox.helpers.services import running
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.service.connection import Connection
 from tools_sandbox.service.intake import Intake
 
 TOKEN = "open sesame"
@@ -36,6 +39,13 @@ def begin(service: Any, token: str, body: bytes = b"") -> socket.socket:
     return connection
 
 
+def test_service_without_token_says_who_may_call(guarded: Any) -> None:
+    line = "no token (TOOLS_SANDBOX_TOKEN): every process of this machine may call"
+    assert line not in guarded.stderr()
+    with running({"workers": 1}, env={"TOOLS_SANDBOX_TOKEN": ""}) as service:
+        assert service.stderr().count(line) == 1
+
+
 def test_wrong_token_is_refused_before_body_arrives(guarded: Any) -> None:
     with ExitStack() as stack:
         strangers = [stack.enter_context(begin(guarded, "wrong")) for _ in range(40)]
@@ -51,6 +61,42 @@ def test_incomplete_bodies_starve_no_caller(guarded: Any) -> None:
         assert requests.get(f"{guarded.url}/health", timeout=30).json()["status"] == "ok"
         with SandboxClient(guarded.url, TOKEN) as client:
             assert client.call("python", {"code": "6 * 7"}).text == "42"
+
+
+def test_headers_have_a_deadline() -> None:
+    """A connection without headers is cut. A request in parts is answered, and so is the next one."""
+
+    class Impatient(Connection):
+        headers_s = 1.0
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(1.5)  # longer than the headers may take
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def replies(server: asyncio.Server, parts: list[bytes]) -> list[bytes]:
+        """Send parts, each after the reply to the one before; return the last line of each reply."""
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        lines = []
+        for part in parts:
+            writer.write(part)
+            lines.append((await reader.readuntil(b"ok") if part.endswith(b"\r\n\r\n") else await reader.read())[-2:])
+        writer.close()
+        return lines
+
+    async def run() -> list[list[bytes]]:
+        config, state = uvicorn.Config(answer, ws="none", log_config=None), ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Impatient(config, state, {}), "127.0.0.1")
+        whole, partial = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHo"
+        async with server:
+            return list(
+                await asyncio.gather(
+                    *(replies(server, parts) for parts in ([b""], [partial], [whole, partial], [whole, whole]))
+                )
+            )
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [[b""], [b""], [b"ok", b""], [b"ok", b"ok"]]
 
 
 class Caller:

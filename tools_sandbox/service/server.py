@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Message, Receive
 
+from tools_sandbox.service.connection import Connection
 from tools_sandbox.service.deduplication import RequestIdReused
 from tools_sandbox.service.dispatch import Call, NoAnswer, ToolService
 from tools_sandbox.service.intake import Intake
@@ -158,8 +159,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                # It bounds the size of headers. No WebSockets: their connections would not be counted.
-                http="h11",
+                # It bounds size and time of headers. No WebSockets: their connections would not be counted.
+                http=Connection,
                 ws="none",
                 log_config=None,
                 log_level="warning",
