@@ -191,8 +191,7 @@ def check_call_messages(text: str, state: bytes, part_bytes: int, data: st.DataO
     stream = io.BytesIO(sent := request.encode(len(state)) + state)
     head = read_head(lambda size: stream.read(min(size, part_bytes)))
     assert head is not None and head[1] == len(state)
-    rest = read_exactly(stream.read, head[1])
-    assert Request.decode(head[0], rest) == Request(text, 1.5, 1, 1, state=state)
+    assert (Request.decode(head[0]), read_exactly(stream.read, head[1])) == (request, state)
     assert read_head(io.BytesIO(sent[: data.draw(st.integers(0, len(head[0]) - 1))]).read) is None
     outcome = Outcome("ok", text, has_state=True)
     body = outcome.encode()[CHUNK.size :]

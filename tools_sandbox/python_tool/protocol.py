@@ -28,7 +28,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Code, limits and first state of one call."""
+    """Code and limits of one call. Its first state follows separately."""
 
     code: str
     time_s: float
@@ -39,20 +39,16 @@ class Request:
     """Largest output in MiB. A call that writes more is ended."""
     state_mb: int = 0
     """Largest state to return in MiB; 0: return no state."""
-    state: bytes | bytearray = b""
-    """State that the call begins with; empty: none."""
 
     def encode(self, state_bytes: int) -> bytes:
         """Return the message up to its state, which has `state_bytes` and is sent separately."""
-        values = asdict(self)
-        del values["state"]
-        body = _encode(values)
+        body = _encode(asdict(self))
         return HEADER.pack(len(body), state_bytes) + body
 
     @classmethod
-    def decode(cls, head: bytes | bytearray, state: bytes | bytearray = b"") -> Request:
-        """Return the request from the parts that `read_head` and `read_exactly` return."""
-        return cls(**json.loads(head[HEADER.size :]), state=state)
+    def decode(cls, head: bytes | bytearray) -> Request:
+        """Return the request of a message's part up to its state, which `read_head` returns."""
+        return cls(**json.loads(head[HEADER.size :]))
 
 
 @dataclass(frozen=True, slots=True)

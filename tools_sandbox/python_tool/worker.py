@@ -91,12 +91,12 @@ def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends
         if found is None:  # the supervisor has gone
             return
         head, state_bytes = found
-        request = Request.decode(head, read_exactly(_read_request, state_bytes))
+        request, state = Request.decode(head), read_exactly(_read_request, state_bytes)
         os.close(_REQUEST_DESCRIPTOR)
         bound_memory(limits, preloaded_bytes + state_bytes)
         if not request.state_mb:
             os.close(_STATE_DESCRIPTOR)
-        code = _run(request, limits, main)
+        code = _run(request.code, state, limits, main)
         # A full pipe or a closed stdout is the code's own doing, so errors here are its result.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -136,13 +136,15 @@ def _reset_interpreter() -> None:
     sys.path.insert(0, "")
 
 
-def _run(request: Request, limits: WorkerLimits, main: types.ModuleType) -> int:
-    """Run code like a notebook cell. Return the exit code, and leave a trimmed traceback on stderr."""
-    code = request.code
+def _run(code: str, state: bytearray, limits: WorkerLimits, main: types.ModuleType) -> int:
+    """Run code like a notebook cell, after it loads its state (empty: none).
+
+    Return the exit code, and leave a trimmed traceback on stderr.
+    """
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
-        if request.state:
-            load_state(request.state, vars(main))
+        if state:
+            load_state(state, vars(main))
         # dont_inherit: the __future__ imports of this module must not apply to the code.
         tree = ast.parse(code, FILENAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
