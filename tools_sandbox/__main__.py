@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import logging
 import os
 import signal
 import socket
@@ -47,10 +46,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     config = load_config(arguments.config)
     logs.set_up(config.log.format)
-    if token is None:
-        logging.getLogger("tools_sandbox").warning(
-            "no token (%s): every process of this machine may call", TOKEN_VARIABLE
-        )
     budget = descriptors.plan_budget(descriptors.raise_limit(), config)
     with _listen(arguments.host, arguments.port, token) as listener:
         # Imported late (0.5 s), so that a bad file or a taken port is reported at once.
@@ -61,7 +56,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         service = ToolService(config, budget)
         try:
             ready_line = f"ready http://{host}:{listener.getsockname()[1]}"
-            server = Server(build_app(service, token), service, ready_line, budget.connections)
+            app = build_app(service, token)
+            server = Server(app, service, ready_line, budget.connections, needs_token=token is not None)
             server.run(sockets=[listener])
         finally:
             service.close()

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Message, Receive
 
+from tools_sandbox.config import TOKEN_VARIABLE
 from tools_sandbox.service.connection import Connection
 from tools_sandbox.service.deduplication import RequestIdReused
 from tools_sandbox.service.dispatch import Call, NoAnswer, ToolService
@@ -151,10 +152,12 @@ class Server(uvicorn.Server):
 
     connections: number that may be open at a time. Further callers wait in the kernel's queue while the oldest
     connections are closed: at once if they are idle or their request is incomplete, else when their call has been
-    answered.
+    answered. needs_token: whether callers need one; if not, the log says so.
     """
 
-    def __init__(self, app: FastAPI, service: ToolService, ready_line: str, connections: int) -> None:
+    def __init__(
+        self, app: FastAPI, service: ToolService, ready_line: str, connections: int, *, needs_token: bool
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -173,6 +176,7 @@ class Server(uvicorn.Server):
         self._service = service
         self._ready_line = ready_line
         self._connections = connections
+        self._needs_token = needs_token
         self._admitted: deque[Any] = deque()
         """Protocols of connections, oldest first, including some that have ended."""
         self._acceptors: list[asyncio.Task[None]] = []
@@ -188,6 +192,8 @@ class Server(uvicorn.Server):
             raise
         if self.started:
             self._acceptors = [asyncio.create_task(self._accept(listener)) for listener in sockets or []]
+            if not self._needs_token:
+                log.warning("no token (%s): every process of this machine may call", TOKEN_VARIABLE)
             print(self._ready_line, flush=True)
 
     async def _accept(self, listener: socket.socket) -> None:
