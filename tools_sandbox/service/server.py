@@ -152,7 +152,7 @@ class Server(uvicorn.Server):
 
     connections: number that may be open at a time. Further callers wait in the kernel's queue while the oldest
     connections are closed: at once if they are idle or their request is incomplete, else when their call has been
-    answered. needs_token: whether callers need one; if not, the log says so.
+    answered. needs_token: whether callers need one; if not, the log reports it.
     """
 
     def __init__(
