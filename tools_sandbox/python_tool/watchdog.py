@@ -108,7 +108,8 @@ class Watchdog:
 
     The memory of a call is that of its pages that belong to no file (a page that n processes share counts 1/n for each
     of them), swap, page tables and mappings, less the preloaded pages, which are shared with the zygote. The exact
-    figure takes the kernel some 60 ms per GiB, so it is only measured when an upper bound exceeds the limit.
+    figure takes the kernel two passes of some 14 ms per GiB each, so it is only measured when an upper bound exceeds
+    the limit.
     """
 
     def __init__(self, first_pid: int, preloaded_bytes: int, memory_limit_bytes: int | None) -> None:
