@@ -198,7 +198,9 @@ class Unkillable(subprocess.Popen[bytes]):
         return super().wait()
 
 
-def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     started, ended = list[Unkillable](), threading.Event()
     monkeypatch.setattr(Unkillable, "started", started)
     monkeypatch.setattr(Unkillable, "ended", ended)
@@ -213,7 +215,7 @@ def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(monkeypa
             started[0].send_signal(signal.SIGSTOP)
             assert (await workers.run("any", {}, 0.1, repeatable=False)).status == "timeout"
             async with asyncio.timeout(60):
-                while not (workers.restarts and workers.alive):
+                while not (workers.restarts and workers.alive and "a worker died" in caplog.text):
                     await asyncio.sleep(0.02)
             started[1].send_signal(signal.SIGSTOP)
             async with asyncio.timeout(60):
