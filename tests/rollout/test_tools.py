@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,24 @@ def ask(
     return asyncio.create_task(
         client.call("python", {"code": code, **session}, trajectory_id="t", timeout_s=10.0, on_retry=on_retry)
     )
+
+
+def ask_service(answer: Callable[[web.Request], Awaitable[web.Response]], retry_for_s: float) -> ToolAnswer:
+    """Send one call to a service whose calls are answered by `answer`."""
+
+    async def run() -> ToolAnswer:
+        app = web.Application()
+        app.router.add_post("/call", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=retry_for_s) as client:
+                return await ask(client, "1")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -130,19 +148,7 @@ def test_http_errors_are_retried(failures: list[int], expected: tuple[str, str])
             return web.Response(status=left.pop(0), text="oh")
         return web.json_response({"text": "fine", "status": "ok", "seconds": 0.1, "cached": False})
 
-    async def run() -> ToolAnswer:
-        app = web.Application()
-        app.router.add_post("/call", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=300) as client:
-                return await ask(client, "1")
-        finally:
-            await runner.cleanup()
-
-    got = asyncio.run(run())
+    got = ask_service(answer, retry_for_s=300)
     assert (got.text, got.status) == expected
 
 
@@ -155,20 +161,8 @@ def test_failure_of_a_provider_is_no_answer(failure: str, repeated: bool) -> Non
         failed = {"text": "HTTP 503", "status": "error", "seconds": 0.1, "cached": False, "failure": failure}
         return web.json_response(failed)
 
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_post("/call", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            async with ToolClient(f"http://127.0.0.1:{runner.addresses[0][1]}", retry_for_s=1) as client:
-                await ask(client, "1")
-        finally:
-            await runner.cleanup()
-
     with pytest.raises(ToolBlockedError if failure == "blocked" else SandboxUnavailable, match="HTTP 503"):
-        asyncio.run(run())
+        ask_service(answer, retry_for_s=1)
     assert len(ids) == len(set(ids))  # the service would repeat its answer to a known id
     assert (len(ids) > 1) == repeated
 
