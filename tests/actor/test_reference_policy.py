@@ -60,7 +60,7 @@ class Steps(TrainingRun):
             profiler=StepProfiler(None, directory.path),
             closing=ExitStack(),
         )
-        super().__init__(session, controller=None, held_out=())
+        super().__init__(session, sync=None, controller=None, held_out=())
         self.current, self.updates = "", []
 
     @contextmanager
