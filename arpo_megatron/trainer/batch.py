@@ -24,7 +24,7 @@ from arpo_megatron.algorithms.credit import (
     scale_credits,
     tree_credits,
 )
-from arpo_megatron.algorithms.importance import SamplingWeights, sampling_weights
+from arpo_megatron.algorithms.importance import Correction, SamplingWeights, sampling_weights
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.spec import ModelSpec
@@ -145,7 +145,7 @@ def finish_credit(
     scaling = estimator if isinstance(estimator, TokenScaling) else None
     if isinstance(loss, TokenLoss) and correction == "none" and scaling is None:
         return ReadyUpdate(batch.packs, old_logprobs, "policy")
-    weights = _sampling_weights(batch, old_logprobs, config)
+    weights = _sampling_weights(batch, old_logprobs, correction, config)
     if isinstance(loss, TokenLoss):
         inputs = _loss_batch(batch, old_logprobs, old_logprobs, entropies, config, weights)
         factors = None if scaling is None or not parallel.is_rank_zero() else scaling.token_factors(inputs)
@@ -166,14 +166,16 @@ def finish_credit(
     return ReadyUpdate(_with_credits(batch, value.credits, weights), old_logprobs, "linear", statistics)
 
 
-def _sampling_weights(batch: Batch, old_logprobs: Sequence[Float32Array], config: JobConfig) -> SamplingWeights:
+def _sampling_weights(
+    batch: Batch, old_logprobs: Sequence[Float32Array], correction: Correction, config: JobConfig
+) -> SamplingWeights:
     """Return the importance weights of a batch; without trees (on other ranks than 0) all lists are empty."""
     sampled = [pack.sampling_logprobs for pack in batch.packs]
     log_ratios = [a - b for a, b in zip(old_logprobs, sampled, strict=True)]
     return sampling_weights(
         batch.trees,
         split_by_tree(batch.packs, log_ratios, batch.trees) if batch.trees else [],
-        sampling_correction(config),
+        correction,
         low=config.algorithm.sampling_ratio_min,
         high=config.algorithm.sampling_ratio_max,
     )
