@@ -21,7 +21,7 @@ MODULES = (
 """In an order in which each module comes after those that it imports."""
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:const|let|function|async function) )", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:class|const|let|function|async function) )", re.MULTILINE)
 
 
 def static_file(name: str) -> tuple[str, str] | None:

@@ -97,7 +97,7 @@ def test_modules_join_into_one_script() -> None:
     for module in MODULES:
         found = static_file(module)
         assert found is not None
-        for name in re.findall(r"^(?:export )?(?:async )?(?:const|let|function) (\w+)", found[0], re.MULTILINE):
+        for name in re.findall(r"^(?:export )?(?:async )?(?:class|const|let|function) (\w+)", found[0], re.MULTILINE):
             assert name not in defined, f"{module} and {defined[name]} define {name}"
             defined[name] = module
         for names, source in re.findall(r"^import \{ (.*) \} from \"\./(.*)\";", found[0], re.MULTILINE):

@@ -6,17 +6,23 @@ const known = new Map();
 
 export const exported = answers !== null;
 
-/** Return the answer at an address, null if the exported file does not have it. Raises Error with the server's words. */
+/** No answer: `offline` if the server cannot be reached, else with its words. */
+export class LoadError extends Error {
+  constructor(message, offline = false) { super(message); this.offline = offline; }
+}
+
+/** Return the answer at an address, null if the exported file does not have it. Raises LoadError. */
 export async function load(...address) {
   if (answers) return answers[address.join("/")] ?? null;
   const path = `data/${address.map(encodeURIComponent).join("/")}`;
   const before = known.get(path);
-  const answer = await fetch(path, { headers: before ? { "If-None-Match": before.tag } : {}, cache: "no-store" });
+  const headers = before ? { "If-None-Match": before.tag } : {};
+  const answer = await fetch(path, { headers, cache: "no-store" }).catch((error) => { throw new LoadError(error.message, true); });
   if (answer.status === 304) return before.value;
   const text = await answer.text();
-  if (answer.status === 401) throw new Error(text);
+  if (answer.status === 401) throw new LoadError(text);
   const value = JSON.parse(text);
-  if (!answer.ok) throw new Error(value.error);
+  if (!answer.ok) throw new LoadError(value.error);
   if (known.size > 300) known.clear();
   known.set(path, { tag: answer.headers.get("ETag"), value });
   return value;

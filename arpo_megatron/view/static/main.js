@@ -1,6 +1,6 @@
 // Addresses, keys, polling and the header.
 import { h, show, hint } from "./dom.js";
-import { exported, load } from "./data.js";
+import { LoadError, exported, load } from "./data.js";
 import { COLORS, runPage } from "./run.js";
 import { chosenRows, treePage } from "./trees.js";
 import { plural } from "./format.js";
@@ -78,13 +78,21 @@ async function refresh() {
     now.error = null;
     if (turn !== now.turn) return;
     drawHeader(here);
-    if (content) show(main, exportNote(), ...[content].flat());
+    if (content.signature !== now.current) {
+      show(main, exportNote(), ...[content.draw()].flat());
+      now.current = content.signature; // not earlier: another turn may have overtaken this one before it was shown
+    }
     document.title = `${here.name} · arpo view`;
     if (now.to !== undefined) { main.querySelector(`[data-segment="${now.to}"]`)?.scrollIntoView({ block: "nearest", behavior: "smooth" }); delete now.to; }
   } catch (error) {
-    now.error = error.message;
+    const offline = error instanceof LoadError && error.offline;
+    now.error = offline ? error.message : null;
     if (now.runs.length) drawHeader(at);
-    if (turn === now.turn && (!now.current || !(error instanceof TypeError))) show(main, h("p", { class: "problem", role: "alert" }, error.message));
+    if (!(error instanceof LoadError)) console.error(error);
+    if (turn === now.turn && (!now.current || !offline)) {
+      show(main, h("p", { class: "problem", role: "alert" }, error.message));
+      now.current = null;
+    }
   }
 }
 
@@ -99,30 +107,31 @@ async function runContent(at) {
   const roles = exported || now.pages[at.name].state !== "running" ? [] : await load(at.name, "roles");
   const quarter = Math.floor(Date.now() / 15000); // "12 s ago" is drawn again now and then
   const signature = JSON.stringify([at, now.drawn, quarter, shown.map((name) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]), roles.map((role) => [role.up, role.restarts])]);
-  if (signature === now.current) return null;
-  now.current = signature;
-  return runPage({ main: at.name, shown, pages: now.pages, roles, axis: at.x ?? "step", link: change, rerender, treesLink });
+  const draw = () => runPage({ main: at.name, shown, pages: now.pages, roles, axis: at.x ?? "step", link: change, rerender, treesLink });
+  return { signature, draw };
 }
 
 async function treeContent(at) {
   const page = now.pages[at.name], steps = [...page.tree_steps.map(String), ...page.held_out_tree_steps.map((step) => `held-out-${step}`)];
-  if (!steps.length) return h("p", { class: "quiet" }, "This run has stored no trees yet. The page shows them after the first step.");
+  if (!steps.length) return { signature: `no trees ${at.name}`, draw: () => h("p", { class: "quiet" }, "This run has stored no trees yet. The page shows them after the first step.") };
   const step = steps.includes(at.step) ? at.step : page.tree_steps.length ? String(page.tree_steps[page.tree_steps.length - 1]) : steps[0];
   const rows = await load(at.name, "trees", step);
   const chosen = chosenRows(rows, at), number = rows.some((row) => row.number === at.tree) ? at.tree : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
-  const key = JSON.stringify([at.name, step, number]), fresh = key !== now.treeKey;
+  const key = JSON.stringify([at.name, step, number]);
   // A stored tree does not change, and a large one takes seconds: it is not asked for again.
   const tree = number === null ? null : now.loaded?.key === key ? now.loaded.tree : await load(at.name, "trees", step, number);
   now.loaded = { key, tree };
   const tasks = tasksOf(at.name, tree);
   const query = { ...at, step, tree: number };
   const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
-  if (signature === now.current) return null;
-  now.current = signature;
-  now.treeKey = key;
-  now.tree = { query, rows: chosen, tree, steps };
   const link = (changes, more) => { now.to = more?.to; change({ ...query, ...changes }); };
-  return treePage({ page, rows, query, tree, tasks, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+  const draw = () => {
+    const fresh = key !== now.treeKey;
+    now.treeKey = key;
+    now.tree = { query, rows: chosen, tree, steps };
+    return treePage({ page, rows, query, tree, tasks, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+  };
+  return { signature, draw };
 }
 
 /** Return where else a task is stored. A long run takes seconds for that, so the page is drawn again when it is known. */

@@ -167,7 +167,7 @@ function services(page, roles) {
   if (!roles?.length && !restarts.length) return null;
   return h("section", {}, h("h2", {}, "Services"),
     roles?.length ? table(["role", "state", "for", "process", "restarts", "last error"], roles.map((one) => [one.name,
-      one.up ? h("span", { class: "good" }, "up") : h("span", { class: "bad" }, one.last_error ? "down" : "starting"), duration(one.seconds), one.pid ?? "–", one.restarts, one.last_error || "–"])) : null,
+      h("span", { class: one.up ? "good" : one.last_error ? "bad" : "quiet" }, one.up ? "up" : one.last_error ? "down" : "starting"), duration(one.seconds), one.pid ?? "–", one.restarts, one.last_error || "–"])) : null,
     restarts.length ? table(["time", "after step", "role", "restart"], restarts.slice(-50).reverse().map((one) => [clock(one.time), one.step, one.role, one.text])) : null);
 }
 
