@@ -8,7 +8,6 @@ begins with the trees to grow; they are stopped when it ends.
 
 import asyncio
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -41,6 +40,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.utils.processes import raise_file_limit
 
 
 class TokenizerCodec:
@@ -208,8 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the rollout process until its launcher kills it."""
     path, port = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the job, which then kills this process
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one connection for each waiting path
+    raise_file_limit()  # one connection for each waiting path
     asyncio.run(serve(Path(path), int(port)))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -80,6 +81,12 @@ def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
         on_death()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files and connections as the system allows (its hard limit)."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 def exit_code(code: int) -> int:

@@ -13,7 +13,9 @@ def main() -> None:
     from sglang_router.launch_router import launch_router, parse_router_args
 
     from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
+    from arpo_megatron.utils.processes import raise_file_limit
 
+    raise_file_limit()  # each waiting request has a connection to its client and one to its engine
     arguments = parse_router_args(sys.argv[1:])
     arguments.api_key = os.environ.get(ENGINE_TOKEN_VARIABLE) or None  # an empty token would be required, too
     launch_router(arguments)
