@@ -15,32 +15,32 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
-CacheId = tuple[str, int, int]
-"""Identity of a radix cache's content: the engine's URL, its failures so far, the pushes so far. A failure may have
-restarted the engine, and a push empties its cache."""
+CacheId = tuple[str, str | None, int]
+"""Identity of a radix cache's content: the engine's URL, its incarnation, the pushes so far. A restart empties the
+cache, and so does a push. A failed request does not."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineState:
-    """State of one engine as a client knows it."""
+    """State of one engine as a client knows it; behind a router, of the engine that one routing key is sent to."""
 
     url: str
-    """http://host:port."""
+    """http://host:port of the engine or the router."""
     backoff_until: float = 0.0
     """Time on the event loop's clock, in seconds, before which no request is sent."""
     backoff_s: float = FIRST_BACKOFF_S
     """Length of the next backoff."""
     suspect: bool = False
     """It has failed and not answered since, so it may be a restarted process with older weights."""
-    failures: int = 0
-    """Number of backoffs so far. After each one its cache may be lost."""
+    incarnation: str | None = None
+    """The process that answered last: the value of `INCARNATION_HEADER`, "" if the answer had none. None: it is not
+    known which process, if any, answers the next request."""
 
     def record_failure(self, now: float) -> bool:
         """Start a backoff, twice as long as the one before; False if one is running (many requests fail at once)."""
         self.suspect = True
         if now < self.backoff_until:
             return False
-        self.failures += 1
         self.backoff_until = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
         return True
@@ -48,6 +48,15 @@ class EngineState:
     def record_answer(self) -> None:
         """End the backoff: the engine is up and serves the expected weights."""
         self.suspect, self.backoff_until, self.backoff_s = False, 0.0, FIRST_BACKOFF_S
+
+
+def is_same_cache(before: CacheId, after: CacheId) -> bool:
+    """Return whether an answer came from the cache `after`, given what was known before and after it.
+
+    A process that was not known before the answer is the one that is known after it.
+    """
+    url, incarnation, pushes = after
+    return before == after or (before == (url, None, pushes) and incarnation is not None)
 
 
 def pick_engine(key: str, engines: Sequence[EngineState], now: float) -> EngineState:

@@ -15,10 +15,17 @@ from typing import Any, Self
 
 import aiohttp
 
-from arpo_megatron.engine.affinity import ROUTING_KEY_HEADER, CacheId, EngineState, pick_engine
+from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, ROUTING_KEY_HEADER, CacheId, EngineState, pick_engine
+from arpo_megatron.engine.exchange import (
+    CONNECT_TIMEOUT_S,
+    StaleError,
+    TransientError,
+    failure_message,
+    failure_reason,
+    post_generation,
+)
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import (
-    EngineRefusedError,
     Generation,
     Sampling,
     generation_request,
@@ -27,15 +34,15 @@ from arpo_megatron.engine.request import (
     read_prefill,
     version_of,
 )
-from arpo_megatron.engine.wire.endpoints import bearer
+from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER, bearer
 from arpo_megatron.tree import Int32Array
 
 _ABORT_INTERVAL_S = 0.05
 _PROBE_TIMEOUT_S = 5.0
 _MIN_STRAGGLER_WAIT_S = 1.0
 """Time that `prefill_everywhere` leaves the slower engines after the first has answered, at least."""
-_TRANSIENT_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
-_ALSO_TRANSIENT = (408, 425, 429)  # timeout, too early, too many requests: from a proxy or router
+_STRIKES = 3
+"""Failures of one request in a row after which its engine is left alone, although its server answers."""
 
 
 class EngineUnavailableError(RuntimeError):
@@ -72,10 +79,12 @@ class EngineClient:
         """Called with the URL of an engine whose weights are older than `version`; requests then wait for the push that
         follows. None: no one pushes, so requests to that engine fail."""
         self._engines = tuple(EngineState(url.rstrip("/")) for url in urls)
-        self._targets = self._engines if router is None else (EngineState(router.rstrip("/")),)
+        self._router = None if router is None else router.rstrip("/")
+        self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
+        self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
         self._bypass_router: set[str] = set()  # keys that the router sends to an engine with old weights
         self._headers = bearer(token)
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        self._request_timeout_s = request_timeout_s
         self._retry_for_s = retry_for_s
         self._session: aiohttp.ClientSession | None = None
         self._gate = asyncio.Event()
@@ -85,8 +94,9 @@ class EngineClient:
 
     async def __aenter__(self) -> Self:
         # No limit on connections: the engine queues better than a client could.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=self._headers
         )
         return self
 
@@ -122,12 +132,13 @@ class EngineClient:
         self.version = version
         self.pushes += 1
         self._bypass_router.clear()
+        self._routed.clear()
         self._gate.set()
 
     def cache_id(self, key: str) -> CacheId:
         """Return the cache that a request with this routing key would hit now."""
         engine = self._pick(key)
-        return engine.url, engine.failures, self.pushes
+        return engine.url, engine.incarnation, self.pushes
 
     async def generate(
         self,
@@ -223,58 +234,70 @@ class EngineClient:
     ) -> dict[str, Any]:
         """POST /generate until a new enough policy answers; raise if the request is refused or the retries run out."""
         clock = asyncio.get_running_loop().time
-        give_up = float("inf")
+        give_up, strikes = float("inf"), 0
         while True:
-            if await self._wait_for_turn(ready):
-                give_up = float("inf")
+            if not self._gate.is_set():
+                await self._gate.wait()
+                give_up, strikes = float("inf"), 0
             engine = self._pick(key)
             if (backoff_s := engine.backoff_until - clock()) > 0:
                 await asyncio.sleep(backoff_s)
                 continue  # another engine may be up by now, or a pause may have begun
             try:
-                if engine.suspect and self.version and engine in self._engines:
-                    self._check_version(await self._version(engine))
-                    if not self._gate.is_set():
-                        continue  # a pause has begun meanwhile and did not count this request
+                if not await self._is_ready(engine, ready):
+                    continue  # a pause has begun meanwhile and did not count this request
+                engine = self._pick(key)
                 answer = await self._attempt(engine, body, key)
                 self._check_version(version_of(answer["meta_info"]))
-            except (aiohttp.ClientError, TimeoutError, _TransientError) as error:
+            except (aiohttp.ClientError, TimeoutError, TransientError) as error:
                 if not self._gate.is_set():
                     continue  # the pause has cut it short
-                self.retries[_reason(error)] += 1
+                self.retries[failure_reason(error)] += 1
                 on_retry()
-                if isinstance(error, _StaleError) and engine not in self._engines:
+                if isinstance(error, StaleError) and engine not in self._engines:
                     await self._start_bypass(key)
                     continue
-                first = engine.record_failure(clock())
-                if isinstance(error, _StaleError) and self.on_stale is not None:
-                    if first:
+                strikes += 1
+                if isinstance(error, StaleError) and self.on_stale is not None:
+                    if engine.record_failure(clock()):
                         self.on_stale(engine.url)
                     continue  # the wait for the push has no deadline here
                 give_up = min(give_up, clock() + self._retry_for_s)
                 if clock() >= give_up:
-                    text = f"the engine at {engine.url} does not answer: {_message(error)}"
+                    text = f"the engine at {engine.url} does not answer: {failure_message(error)}"
                     raise EngineUnavailableError(text) from error
+                await self._rest(engine, error, strikes)
             else:
                 engine.record_answer()
                 return answer
 
-    def _pick(self, key: str) -> EngineState:
-        targets = self._engines if key in self._bypass_router else self._targets
-        return pick_engine(key, targets, asyncio.get_running_loop().time())
-
-    async def _wait_for_turn(self, ready: Callable[[], Awaitable[None]] | None) -> bool:
-        """Wait until no pause holds the request and it is `ready`; return whether it waited for `resume`."""
-        waited = False
-        while True:
-            if not self._gate.is_set():
-                waited = True
-                await self._gate.wait()
-            if ready is None:
-                return waited
+    async def _is_ready(self, engine: EngineState, ready: Callable[[], Awaitable[None]] | None) -> bool:
+        """Check an engine that has failed, and wait until the request is ready; return whether no pause holds it."""
+        if engine.suspect and engine in self._engines:
+            self._check_version(await self._probe(engine))
+        if ready is not None:
             await ready()
-            if self._gate.is_set():
-                return waited
+        return self._gate.is_set()
+
+    async def _rest(self, engine: EngineState, error: Exception, strikes: int) -> None:
+        """Wait after a failed attempt, or have all requests to the engine wait if the engine has failed.
+
+        The cause of a failed request may be that request, so others go on: a tree that moves computes its prefixes
+        again elsewhere. A timeout is a sign of load.
+        """
+        if isinstance(error, aiohttp.ClientError):
+            engine.incarnation = None
+        if failure_reason(error) == "timeout":
+            return
+        if engine.incarnation and not isinstance(error, StaleError) and strikes % _STRIKES:
+            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (strikes - 1))
+        else:
+            engine.record_failure(asyncio.get_running_loop().time())
+
+    def _pick(self, key: str) -> EngineState:
+        if self._router is None or key in self._bypass_router:
+            return pick_engine(key, self._engines, asyncio.get_running_loop().time())
+        return self._routed.setdefault(key, EngineState(self._router))
 
     async def _attempt(self, engine: EngineState, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         self._in_flight += 1
@@ -287,16 +310,12 @@ class EngineClient:
 
     async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         headers = {ROUTING_KEY_HEADER: key} if key else {}
-        async with self._connected().post(f"{engine.url}/generate", json=body, headers=headers) as response:
-            if response.status >= _TRANSIENT_STATUS or response.status in _ALSO_TRANSIENT:
-                raise _TransientError(f"HTTP {response.status}", (await response.text(errors="replace"))[:200])
-            if response.status != 200:
-                text = (await response.text(errors="replace"))[:500]
-                raise EngineRefusedError(f"HTTP {response.status} from the engine: {text}")
-            answer = await _read(response)
+        answer = await post_generation(
+            self._connected(), engine, body, headers, timeout_s=self._request_timeout_s, first=None
+        )
         finish = answer["meta_info"]["finish_reason"]
         if finish["type"] == "abort" and (self._gate.is_set() or len(answer.get("output_ids") or []) < 2):
-            raise _TransientError("abort", str(finish.get("message", "")))
+            raise TransientError("abort", str(finish.get("message", "")))
         return answer
 
     async def _busy_after_abort(self) -> list[str]:
@@ -320,11 +339,19 @@ class EngineClient:
         except aiohttp.ClientError:
             return True
 
+    async def _probe(self, engine: EngineState) -> int:
+        """Return the engine's policy version; requests that ask for it at the same time share the answer."""
+        if engine not in self._probes:
+            self._probes[engine] = asyncio.create_task(self._version(engine))
+            self._probes[engine].add_done_callback(lambda _task: self._probes.pop(engine, None))
+        return await asyncio.shield(self._probes[engine])
+
     async def _version(self, engine: EngineState) -> int:
-        """Return the engine's current policy version."""
+        """Return the engine's current policy version, and note which process serves it."""
         limit = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
         async with self._connected().get(f"{engine.url}/model_info", timeout=limit) as response:
             response.raise_for_status()
+            engine.incarnation = response.headers.get(INCARNATION_HEADER, "")
             return version_of(await response.json())
 
     async def _start_bypass(self, key: str) -> None:
@@ -347,39 +374,9 @@ class EngineClient:
 
     def _check_version(self, version: int) -> None:
         if version < self.version:
-            raise _StaleError("stale", f"it serves policy version {version}, not {self.version}")
+            raise StaleError("stale", f"it serves policy version {version}, not {self.version}")
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("EngineClient is used outside `async with`")
         return self._session
-
-
-class _TransientError(Exception):
-    """A failure that may pass. Arguments: the reason under which it is counted, and details."""
-
-
-class _StaleError(_TransientError):
-    """An engine has older weights than `EngineClient.version`."""
-
-
-async def _read(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    """Return the answer's JSON. Raises _TransientError if it is cut off or lacks SGLang's fields."""
-    try:
-        answer: dict[str, Any] = await response.json()
-        meta = answer["meta_info"]
-        if not {"prompt_tokens", "cached_tokens"} <= meta.keys() or "type" not in meta["finish_reason"]:
-            raise KeyError("prompt_tokens, cached_tokens, finish_reason")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _TransientError("unreadable", f"{type(error).__name__}: {error}") from error
-    return answer
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, _TransientError):
-        return str(error.args[0])
-    return "timeout" if isinstance(error, TimeoutError) else "connection"
-
-
-def _message(error: Exception) -> str:
-    return ": ".join(str(part) for part in error.args if part) or type(error).__name__

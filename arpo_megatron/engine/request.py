@@ -85,6 +85,11 @@ class Sampling:
         return parameters if self.seed is None else parameters | {"sampling_seed": self.seed}
 
 
+def as_ids(ids: Sequence[int] | Int32Array) -> Int32Array:
+    """Return token ids as int32[n], which the client writes as JSON ten times as fast as a list."""
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
 def generation_request(
     input_ids: Sequence[int] | Int32Array,
     *,
@@ -93,11 +98,11 @@ def generation_request(
     stop: Sequence[str],
     routes: ExpertRouteRequest | None,
 ) -> dict[str, Any]:
-    """Return the JSON that asks for a `Generation`; `EngineClient.generate` documents the arguments."""
+    """Return the request for a `Generation`; `EngineClient.generate` documents the arguments."""
     parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
     if stop:
         parameters["stop"] = list(stop)
-    body = {"input_ids": _plain(input_ids), "sampling_params": parameters, "return_logprob": True}
+    body = {"input_ids": as_ids(input_ids), "sampling_params": parameters, "return_logprob": True}
     return body if routes is None else body | routes.as_request()
 
 
@@ -145,8 +150,8 @@ def read_generation(answer: Mapping[str, Any], route_request: ExpertRouteRequest
 
 
 def prefill_request(input_ids: Sequence[int] | Int32Array) -> dict[str, Any]:
-    """Return the JSON that puts a prefix into the radix cache without sampling."""
-    return {"input_ids": _plain(input_ids), "sampling_params": {"max_new_tokens": 0}}
+    """Return the request that puts a prefix into the radix cache without sampling."""
+    return {"input_ids": as_ids(input_ids), "sampling_params": {"max_new_tokens": 0}}
 
 
 def read_prefill(answer: Mapping[str, Any]) -> tuple[int, int]:
@@ -158,7 +163,3 @@ def version_of(fields: Mapping[str, Any]) -> int:
     """Return the policy version in an answer's `meta_info` or in the engine's `/model_info`; 0 if there is none."""
     version = str(fields.get("weight_version", ""))
     return int(version) if version.isdecimal() else 0
-
-
-def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
-    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from arpo_megatron.algorithms.branching import PathKey
-from arpo_megatron.engine.affinity import CacheId
+from arpo_megatron.engine.affinity import CacheId, is_same_cache
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Int32Array, Role
 
@@ -56,7 +56,7 @@ class SharedPrefixes:
 
     def mark_cached(self, node: Node) -> None:
         """Note that the request for a MODEL segment was answered: all tokens before it are in the cache it met."""
-        self._mark(node, self._sent_to.pop(node.key))
+        self._mark_if_same(node, self._sent_to.pop(node.key))
 
     async def wait_until_cached(self, node: Node, prefix: Int32Array) -> None:
         """Wait until the cache has what the path of a MODEL segment shares with others, from the root downwards.
@@ -75,11 +75,14 @@ class SharedPrefixes:
                     continue
                 cache = self._cache_id()
                 await self._prefill(prefix[: point.path_length()])
-                if self._cache_id() == cache:  # otherwise another engine may have answered
-                    self._mark(point, cache)
+                self._mark_if_same(point, cache)
         self._sent_to[node.key] = self._cache_id()
 
-    def _mark(self, node: Node, cache: CacheId) -> None:
+    def _mark_if_same(self, node: Node, cache: CacheId) -> None:
+        """Note that a request was answered that met `cache`. Later, another engine may have answered it."""
+        if not is_same_cache(cache, self._cache_id()):
+            return
+        cache = self._cache_id()
         self._cached_in.update((point.key, cache) for point in _fork_points(node))
 
     def _is_cached(self, point: Node) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER
+
 END = 0  # the scripted engine's end-of-sequence token
 
 
@@ -42,6 +44,10 @@ class ScriptedEngine:
     """Text so far -> seconds before the answer."""
     fail_first: int = 0
     """Number of requests that are answered with 503 at first."""
+    incarnation: str = "first"
+    """Process that answers; "" for an engine without the header."""
+    fails: Callable[[dict[str, Any]], bool] = lambda _body: False
+    """Whether a request is answered with 500."""
     version: int = 7
     """Policy version in the answers."""
     look_s: float = 0.0
@@ -53,6 +59,10 @@ class ScriptedEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _kept: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {INCARNATION_HEADER: self.incarnation} if self.incarnation else {}
 
     def _cached(self, ids: Sequence[int]) -> int:
         """Return the length of the longest prefix of an earlier request, at most all but the last token."""
@@ -70,6 +80,8 @@ class ScriptedEngine:
         if self.fail_first > 0:
             self.fail_first -= 1
             return web.Response(status=503)
+        if self.fails(body):
+            return web.Response(status=500, headers=self.headers)
         ids, parameters = body["input_ids"], body["sampling_params"]
         text = "".join(map(chr, ids))
         cached = self._cached(ids)
@@ -88,11 +100,11 @@ class ScriptedEngine:
         }
         if body.get("stream"):
             return await self._stream(request, output, meta)
-        return web.json_response({"output_ids": output, "meta_info": meta})
+        return web.json_response({"output_ids": output, "meta_info": meta}, headers=self.headers)
 
     async def _stream(self, request: web.Request, output: list[int], meta: dict[str, Any]) -> web.StreamResponse:
         """Send the tokens two at a time, each time with all before, as SGLang does."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self.headers})
         await response.prepare(request)
         for end in [*range(2, len(output), 2), len(output)]:
             last = end == len(output)
@@ -107,7 +119,7 @@ class ScriptedEngine:
     async def model_info(self, _request: web.Request) -> web.Response:
         self.looks += 1
         await asyncio.sleep(self.look_s)
-        return web.json_response({"weight_version": str(self.version)})
+        return web.json_response({"weight_version": str(self.version)}, headers=self.headers)
 
     @staticmethod
     def _continue(rest: str, limit: int, stops: Sequence[str]) -> tuple[list[int], dict[str, Any]]:

@@ -196,6 +196,74 @@ def test_trees_bypass_a_router_to_an_engine_with_old_weights(scripted_engine: St
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_failed_request_leaves_other_trees_and_the_cache_alone(scripted_engine: Start, routed: bool) -> None:
+    failing = [True]
+    engine = scripted(
+        scripted_engine, fails=lambda body: body["input_ids"][0] == 1 and failing.pop() if failing else False
+    )
+
+    async def run() -> None:
+        urls = [engine.url, "http://127.0.0.1:9"]
+        async with EngineClient(*(urls if routed else urls[:1]), router=engine.url if routed else None) as client:
+            await asyncio.gather(answer(client, "a"), answer(client, "b"))
+            caches = [client.cache_id(key) for key in "ab"]
+            failed = asyncio.create_task(client.generate([1], max_new_tokens=3, sampling=Sampling(0.0), key="a"))
+            while not client.retries:
+                await asyncio.sleep(0.001)
+            assert [client.cache_id(key) for key in "ab"] == caches
+            started = time.monotonic()
+            await answer(client, "b")
+            assert time.monotonic() - started < FIRST_BACKOFF_S
+            await failed
+            assert dict(client.retries) == {"HTTP 500": 1}
+
+    asyncio.run(run())
+
+
+def test_timeout_moves_no_tree(scripted_engine: Start) -> None:
+    """The engine is busy; elsewhere the tree's prefixes would have to be computed again."""
+    slow = [True]
+    engines = [scripted(scripted_engine, delay_s=lambda _text: 1.0 if slow and slow.pop() else 0.0) for _ in range(2)]
+
+    async def run() -> None:
+        async with EngineClient(*(engine.url for engine in engines), request_timeout_s=0.4) as client:
+            before = client.cache_id("tree")[0]
+            await answer(client, "tree")
+            assert dict(client.retries) == {"timeout": 1}
+            assert client.cache_id("tree")[0] == before
+
+    asyncio.run(run())
+    assert sorted(len(engine.requests) for engine in engines) == [0, 2]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_restart_of_an_engine_changes_its_cache(scripted_engine: Start, routed: bool) -> None:
+    engine = scripted(scripted_engine)
+    flaky = Flaky(engine.url, [])
+
+    async def run() -> None:
+        server = await asyncio.start_server(flaky.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with EngineClient(url, router=url if routed else None) as client:
+            await answer(client, "tree")
+            before, seen = client.cache_id("tree"), []
+            engine.incarnation = "second"
+            flaky.faults.append("reset")
+
+            async def ready() -> None:
+                seen.append(client.cache_id("tree"))
+
+            await client.generate([65], max_new_tokens=3, sampling=Sampling(0.0), key="tree", ready=ready)
+            # Before the request is repeated, the tree notices that its prefixes may be lost.
+            assert seen[0] == before
+            assert seen[-1] != before
+            assert client.cache_id("tree") == (url, "second", 0)
+        server.close()
+
+    asyncio.run(run())
+
+
 def test_request_fails_if_no_push_comes(scripted_engine: Start) -> None:
     old = scripted(scripted_engine, version=2)
 
@@ -210,19 +278,22 @@ def test_request_fails_if_no_push_comes(scripted_engine: Start) -> None:
 
 @dataclass
 class Flaky:
-    """A TCP proxy of an engine that applies one of `faults` to each new connection, and forwards the later ones."""
+    """A TCP proxy of an engine that applies one of `faults` to each connection with a generation, until none is left."""
 
     target: str
     faults: list[str]
     met: list[str] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        fault = self.faults.pop(0) if self.faults else ""
-        self.met.append(fault)
         host, _, port = self.target.removeprefix("http://").rpartition(":")
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(next(line for line in head.decode().split("\r\n") if "content-length" in line.lower())[15:])
+            fault = ""
+            if head.startswith(b"POST"):
+                fault = self.faults.pop(0) if self.faults else ""
+                self.met.append(fault)
+            lines = head.decode().lower().split("\r\n")
+            length = next((int(line[15:]) for line in lines if line.startswith("content-length")), 0)
             body = await reader.readexactly(length)
             if fault == "reset":
                 writer.transport.abort()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from aiohttp import web
 
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
@@ -77,3 +78,34 @@ def test_engine_failure_recomputes_shared_prefixes_once(
     assert report.failed == []
     assert other.answered > 8
     assert other.most_excess == 0
+
+
+def prefills_of_a_step(scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], incarnation: str, fail: int) -> int:
+    """Grow eight trees, of which the request with number `fail` is answered with HTTP 500; return the prefills."""
+    policy, limits = arpo(16, 2, k=4, branch_probability=1.0), RolloutLimits(3000, 900, 5, 60, 5.0)
+    engine = ScriptedEngine(str, seeded=script, delay_s=lambda _text: 0.02, incarnation=incarnation)
+    engine.fails = lambda _body: len(engine.requests) == fail
+    scripted_engine(engine)
+
+    async def run() -> RolloutReport:
+        async with EngineClient(engine.url) as client:
+            pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED)
+            settings = RolloutSettings(policy.config, 16, Sampling(), limits)
+            tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}" * 40 + "?") for n in range(8))
+            pool.start(start(tasks, step=0, version=0, settings=settings))
+            try:
+                return await pool.collect(CollectTrees(PURPOSE))
+            finally:
+                await pool.close()
+
+    report = asyncio.run(run())
+    assert report.failed == []
+    assert report.stats.counts.retries == bool(fail)
+    return sum(body["sampling_params"]["max_new_tokens"] == 0 for body in engine.requests)
+
+
+@pytest.mark.parametrize("incarnation", ["first", ""])
+def test_failed_request_costs_only_its_own_repeat(
+    scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], incarnation: str
+) -> None:
+    assert prefills_of_a_step(scripted_engine, incarnation, fail=60) == 8

@@ -40,7 +40,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, ENGINE_TOKEN_VARIABLE, HEALTH_PATH
+from arpo_megatron.engine.wire.endpoints import (
+    BEGIN_PUSH_PATH,
+    COMMIT_PUSH_PATH,
+    ENGINE_TOKEN_VARIABLE,
+    HEALTH_PATH,
+    INCARNATION_HEADER,
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -95,6 +101,9 @@ class PushGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it to SGLang."""
+        await self._serve(scope, receive, _with_header(send, INCARNATION_HEADER, self._incarnation))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] == "lifespan" or path in _PASSING:
             await self._app(scope, receive, send)
@@ -328,6 +337,18 @@ def _on_success(send: Send, done: Callable[[], None]) -> Send:
         await send(message)
 
     return watching_send
+
+
+def _with_header(send: Send, name: str, value: str) -> Send:
+    """Wrap `send` so that HTTP answers have a header more."""
+    header = (name.lower().encode(), value.encode())
+
+    async def labelling_send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), header]}
+        await send(message)
+
+    return labelling_send
 
 
 def _with_body(data: dict[str, Any]) -> Receive:

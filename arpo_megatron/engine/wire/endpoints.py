@@ -10,6 +10,10 @@ BEGIN_PUSH_PATH = "/arpo/begin_push"
 COMMIT_PUSH_PATH = "/arpo/commit_push"
 
 
+INCARNATION_HEADER = "X-Arpo-Incarnation"
+"""Header of every answer of an engine. Its value changes with each start of the server, which empties its caches."""
+
+
 def bearer(token: str | None) -> dict[str, str]:
     """Return the headers of a request to a server with this token; no headers for None."""
     return {"Authorization": f"Bearer {token}"} if token else {}
