@@ -278,7 +278,7 @@ def test_request_fails_if_no_push_comes(scripted_engine: Start) -> None:
 
 @dataclass
 class Flaky:
-    """A TCP proxy of an engine that applies one of `faults` to each connection with a generation, until none is left."""
+    """A TCP proxy of an engine that applies one of `faults` to each generation, while any is left."""
 
     target: str
     faults: list[str]
