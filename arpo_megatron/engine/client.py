@@ -282,7 +282,7 @@ class EngineClient:
     async def _rest(self, engine: EngineState, error: Exception, strikes: int) -> None:
         """Wait after a failed attempt, or have all requests to the engine wait if the engine has failed.
 
-        The cause of a failed request may be that request, so others go on: a tree that moves computes its prefixes
+        The cause of a failed request may be that request, so others continue: a tree that moves computes its prefixes
         again elsewhere. A timeout is a sign of load.
         """
         if isinstance(error, aiohttp.ClientError):

@@ -71,7 +71,7 @@ async def post_generation(
         body: the request, with numpy arrays; streamed if it has `stream`.
         headers: headers of the request.
         timeout_s: deadline. That of a streamed request starts when the request starts to run.
-        first: whom to tell of the first tokens of a streamed answer.
+        first: receives the first tokens of a streamed answer.
 
     Raises:
         TransientError: the engine failed.
