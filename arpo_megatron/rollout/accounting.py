@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from arpo_megatron.algorithms.branching import BranchPolicy
-from arpo_megatron.rollout.cache_prediction import predict_requests
+from arpo_megatron.rollout.cache_prediction import predict_tree_requests
+from arpo_megatron.rollout.shared_prefixes import common_prefix_length
 from arpo_megatron.tree import Int32Array, Role, RolloutTree
 
 
@@ -101,36 +102,59 @@ class RolloutStats:
         return self.predicted_cached_tokens / max(1, self.predicted_prompt_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """What follows from one finished tree; `RolloutStats` documents the fields."""
+
+    trajectories: int
+    lost: int
+    forks: int
+    calls_inherited: int
+    unique_tokens: int
+    flat_tokens: int
+    given_tokens: int
+    predicted_prompt_tokens: int
+    predicted_cached_tokens: int
+    """Without the prefix that all trees of a report share."""
+
+    @classmethod
+    def of(
+        cls, tree: RolloutTree, policy: BranchPolicy, inside_stop: Callable[[Int32Array], bool] | None = None
+    ) -> "TreeStats":
+        """Return the figures of a tree; for `inside_stop` see `predict_requests`."""
+        requests = predict_tree_requests(tree.grown, policy, inside_stop)
+        is_tool = [segment.role is Role.TOOL for segment in tree.segments]
+        calls = list[int]()  # tool results from the root to each segment
+        for segment, one in zip(tree.segments, is_tool, strict=True):
+            calls.append(one + (calls[segment.parent] if segment.parent >= 0 else 0))
+        leaves = tree.leaves()
+        return cls(
+            trajectories=len(leaves),
+            lost=0 if tree.lost is None else tree.lost.trajectories,
+            forks=tree.forks,
+            calls_inherited=sum(calls[leaf] for leaf in leaves) - sum(is_tool),
+            unique_tokens=tree.unique_tokens,
+            flat_tokens=tree.flat_tokens,
+            given_tokens=sum(len(segment) for segment in tree.segments if segment.role is not Role.MODEL),
+            predicted_prompt_tokens=sum(request.prompt_tokens for request in requests),
+            predicted_cached_tokens=sum(request.cached_tokens for request in requests),
+        )
+
+
 def rollout_stats(
     trees: Sequence[RolloutTree],
     counts: RolloutCounts,
-    policy: BranchPolicy,
+    each: Sequence[TreeStats],
     *,
     failed: int,
     seconds: float,
-    inside_stop: Callable[[Int32Array], bool] | None = None,
 ) -> RolloutStats:
-    """Combine counts with what follows from the finished trees; for `inside_stop` see `predict_requests`."""
-    requests = predict_requests([tree.grown for tree in trees], policy, inside_stop)
-    inherited = 0
-    for tree in trees:
-        is_tool = [segment.role is Role.TOOL for segment in tree.segments]
-        inherited += sum(is_tool[index] for leaf in tree.leaves() for index in tree.path(leaf)) - sum(is_tool)
-    return RolloutStats(
-        counts=counts,
-        trees=len(trees),
-        failed=failed,
-        trajectories=sum(len(tree.leaves()) for tree in trees),
-        lost=sum(tree.lost.trajectories for tree in trees if tree.lost is not None),
-        forks=sum(tree.forks for tree in trees),
-        calls_inherited=inherited,
-        unique_tokens=sum(tree.unique_tokens for tree in trees),
-        flat_tokens=sum(tree.flat_tokens for tree in trees),
-        given_tokens=sum(len(s) for tree in trees for s in tree.segments if s.role is not Role.MODEL),
-        predicted_prompt_tokens=sum(request.prompt_tokens for request in requests),
-        predicted_cached_tokens=sum(request.cached_tokens for request in requests),
-        seconds=seconds,
-    )
+    """Combine counts with the figures of `each` finished tree."""
+    total = {field.name: sum(getattr(one, field.name) for one in each) for field in fields(TreeStats)}
+    if shared := common_prefix_length([tree.prompt_ids for tree in trees]):
+        total["predicted_prompt_tokens"] += shared
+        total["predicted_cached_tokens"] += sum(min(shared, len(tree.prompt_ids) - 1) for tree in trees)
+    return RolloutStats(counts=counts, trees=len(trees), failed=failed, seconds=seconds, **total)
 
 
 def tokens_per_second(stats: Sequence[RolloutStats]) -> float:

@@ -43,38 +43,59 @@ def predict_requests(
         inside_stop: whether a segment's tokens so far end inside a stop string (see `ends_inside_stop`); None: never,
             as if every tag were a single token.
     """
+    shared = common_prefix_length([tree.prompt_ids for tree in trees])
+    requests = [PredictedRequest(shared, 0)] if shared else []
+    for tree in trees:
+        requests += predict_tree_requests(tree, policy, inside_stop, shared=shared)
+    return requests
+
+
+def predict_tree_requests(
+    tree: RolloutTree,
+    policy: BranchPolicy,
+    inside_stop: Callable[[Int32Array], bool] | None = None,
+    *,
+    shared: int = 0,
+) -> list[PredictedRequest]:
+    """Return the requests for one tree, in time linear in its tokens.
+
+    A `shared` of n tokens instead of none makes min(n, prompt tokens - 1) more tokens cached.
+
+    Args:
+        tree: see `predict_requests`.
+        policy: see `predict_requests`.
+        inside_stop: see `predict_requests`.
+        shared: length of the prefix that is in the cache before.
+    """
     requests: list[PredictedRequest] = []
 
     def predict(prompt_tokens: int, cached_tokens: int) -> None:
         requests.append(PredictedRequest(prompt_tokens, min(cached_tokens, prompt_tokens - 1)))
 
-    shared = common_prefix_length([tree.prompt_ids for tree in trees])
-    if shared:
-        predict(shared, 0)
     prefilled = policy.initial > 1 and not isinstance(policy, ProbingPolicy)  # a probe itself fills the cache
-    for tree in trees:
-        if prefilled:
-            predict(len(tree.prompt_ids), shared)
-        started: set[int] = set()  # segments below which a request has been sent
-        for index, segment in enumerate(tree.segments):
-            if segment.role is not Role.MODEL:
-                continue
-            path = tree.path_tokens(index)
-            before = len(path) - len(segment)
-            parent = tree.segments[segment.parent]
-            if parent.role is Role.MODEL:
-                cached = 0  # a weight push cut the segment before short, and emptied the cache
-            elif segment.parent in started:
-                cached = before
-            elif parent.role is Role.PROMPT:
-                cached = before if prefilled else shared
-            else:  # the tool result and the last sampled token before it are new
-                cached = before - len(parent) - 1
-            started.add(segment.parent)
-            predict(before, cached)
-            sampled = len(segment) if segment.branch is None else policy.measured_tokens
-            while sampled < len(segment):
-                predict(before + sampled, before + sampled - 1)
-                alone = inside_stop is not None and inside_stop(path[before : before + sampled])
-                sampled = sampled + 1 if alone else len(segment)
+    if prefilled:
+        predict(len(tree.prompt_ids), shared)
+    started: set[int] = set()  # segments below which a request has been sent
+    ends: list[int] = []  # tokens from the root to the end of each segment
+    for segment in tree.segments:
+        before = ends[segment.parent] if segment.parent >= 0 else 0
+        ends.append(before + len(segment))
+        if segment.role is not Role.MODEL:
+            continue
+        parent = tree.segments[segment.parent]
+        if parent.role is Role.MODEL:
+            cached = 0  # a weight push cut the segment before short, and emptied the cache
+        elif segment.parent in started:
+            cached = before
+        elif parent.role is Role.PROMPT:
+            cached = before if prefilled else shared
+        else:  # the tool result and the last sampled token before it are new
+            cached = before - len(parent) - 1
+        started.add(segment.parent)
+        predict(before, cached)
+        sampled = len(segment) if segment.branch is None else policy.measured_tokens
+        while sampled < len(segment):
+            predict(before + sampled, before + sampled - 1)
+            alone = inside_stop is not None and inside_stop(segment.token_ids[:sampled])
+            sampled = sampled + 1 if alone else len(segment)
     return requests

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,9 +28,11 @@ from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
     FinishTrees,
+    IncompleteTree,
     LiveTree,
     Pause,
     RecordEntry,
+    ReportPart,
     Restore,
     Resume,
     RolloutProgress,
@@ -42,6 +45,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.service_spec import ServiceSpec
 
@@ -73,6 +77,7 @@ class RolloutHandle:
         self._version = 0
         self._paused = False
         self._pending: tuple[int, object] | None = None
+        self._parts: list[RolloutTree | IncompleteTree] = []  # of a report that is arriving
         self._broken: Exception | None = None
         self._closed = threading.Event()
         self._answers: SimpleQueue[tuple[int, object]] = SimpleQueue()
@@ -170,7 +175,7 @@ class RolloutHandle:
         """
         with self._lock:
             return [
-                UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries))
+                UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries), tree.tree_id)
                 for tree, entries in self._trees.values()
                 if tree.purpose == purpose
             ]
@@ -311,7 +316,7 @@ class RolloutHandle:
     def _restore(self, connection: "Connection[object, object]") -> None:
         """Send the unfinished trees and the pending request, for a process that was restarted."""
         with self._lock:
-            self._connection = connection
+            self._connection, self._parts = connection, []
             if self._closed.is_set():
                 raise EOFError
             trees = tuple(
@@ -333,6 +338,15 @@ class RolloutHandle:
             return False
         assert isinstance(message, tuple)
         number, answer = message
+        if isinstance(answer, ReportPart):
+            beat()
+            self._parts.append(answer.tree)
+            return False
+        if isinstance(answer, RolloutReport):
+            parts, self._parts = self._parts, []
+            trees = [tree for tree in parts if isinstance(tree, RolloutTree)]
+            failed = [tree for tree in parts if isinstance(tree, IncompleteTree)]
+            answer = replace(answer, trees=trees, failed=failed)
         with self._lock:
             if isinstance(answer, RolloutReport):
                 self._collected.update(number for number in answer.tree_ids if number in self._trees)

@@ -94,6 +94,13 @@ class RolloutReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPart:
+    """A tree of the `RolloutReport` that follows. A whole report would be pickled at once, which blocks all threads."""
+
+    tree: RolloutTree | IncompleteTree
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceSettings:
     """Addresses and constants of the rollout process."""
 

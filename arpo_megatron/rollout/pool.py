@@ -20,7 +20,7 @@ from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
-from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
+from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, TextCodec, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -68,6 +68,8 @@ class _PoolTree:
     job: "asyncio.Task[None] | None" = None
     result: RolloutTree | Exception | None = None
     """The finished tree, or why it failed; None while it grows."""
+    stats: TreeStats | None = None
+    """Figures of a finished tree, computed at its end: at the end of a step they would block the event loop."""
 
 
 @dataclass(slots=True)
@@ -261,12 +263,8 @@ class TreePool:
         failed = [_incomplete(tree, tree.result) for tree in collected if isinstance(tree.result, Exception)]
         now = time.monotonic()
 
-        def inside_stop(token_ids: Int32Array) -> bool:
-            return ends_inside_stop(self._codec.decode(token_ids.tolist()), queue.limits.stops)
-
-        stats = rollout_stats(
-            trees, counts, queue.policy, failed=len(failed), seconds=now - queue.since, inside_stop=inside_stop
-        )
+        each = [tree.stats for tree in collected if tree.stats is not None]
+        stats = rollout_stats(trees, counts, each, failed=len(failed), seconds=now - queue.since)
         queue.since = now
         self._send(RolloutProgress(count, count, queue.tokens))
         queue.tokens = 0
@@ -282,7 +280,8 @@ class TreePool:
                 await asyncio.shield(common)
             finally:  # costs are counted in the first tree's queue
                 queue.prefills.add(_taken(costs))
-            tree.result = await tree.grower.grow()
+            result = await tree.grower.grow()
+            tree.result, tree.stats = result, TreeStats.of(result, queue.policy, self._inside_stop(queue.limits))
         except Exception as error:
             tree.result = error
             if not isinstance(error, TREE_FAILURES):
@@ -290,6 +289,9 @@ class TreePool:
         finally:
             queue.unfinished[tree.version] -= 1
             self._changed.set()
+
+    def _inside_stop(self, limits: RolloutLimits) -> Callable[[Int32Array], bool]:
+        return lambda token_ids: ends_inside_stop(self._codec.decode(token_ids.tolist()), limits.stops)
 
     async def _prefill_new(self, prompts: Sequence[Int32Array], costs: RolloutCounts) -> None:
         await self._ready()

@@ -55,6 +55,8 @@ class UnfinishedTree:
     """Policy version when it was started."""
     entries: tuple[bytes, ...]
     """Encoded entries of its record, in the order of their arrival."""
+    tree_id: int | None = field(default=None, compare=False)
+    """Its number in the rollout process (`LiveTree.tree_id`), if it grows or has grown there."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -31,8 +32,10 @@ from arpo_megatron.rollout.messages import (
     FinishTrees,
     Pause,
     RecordEntry,
+    ReportPart,
     Restore,
     Resume,
+    RolloutReport,
     RolloutSettings,
     StaleEnginesError,
     StartTrees,
@@ -158,6 +161,10 @@ class Session:
                 await pool.close()
 
     def _send(self, answer: object) -> None:
+        if isinstance(answer, RolloutReport):
+            for tree in (*answer.trees, *answer.failed):
+                self._outbox.put((self._request, ReportPart(tree)))
+            answer = replace(answer, trees=[], failed=[])
         self._outbox.put((self._request, answer))
 
     def _record(self, number: int, entry: bytes) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench import controller, rollout
 from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.monitor.events import EventLog
@@ -94,7 +93,7 @@ class RecordingHandle:
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1])
-        stats = rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
+        stats = rollout_stats([], RolloutCounts(), [], failed=0, seconds=1.0)
         return RolloutReport(trees, [], stats, tuple(range(len(trees))))
 
     def stop_trees(self, _request: object) -> RolloutReport:

@@ -1,12 +1,13 @@
 """Predicted engine requests and cached tokens, against a scripted engine with a radix cache."""
 
+import numpy as np
 import pytest
 
 from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy
-from arpo_megatron.rollout.accounting import rollout_stats
+from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
 from arpo_megatron.rollout.cache_prediction import predict_requests
 from arpo_megatron.tasks.tags.calls import ends_inside_stop
-from arpo_megatron.tree import Int32Array
+from arpo_megatron.tree import Finish, Int32Array, Role, RolloutTree, ToolRecord
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, Start, arpo, grow, planned
 
@@ -51,7 +52,8 @@ def test_prediction_covers_measured_tokens_that_end_inside_a_tag(
         request.prompt_tokens for request in predicted
     )
     assert grower.counts.cached_tokens >= sum(request.cached_tokens for request in predicted)
-    stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0, inside_stop=inside_stop)
+    each = [TreeStats.of(tree, policy, inside_stop)]
+    stats = rollout_stats([tree], grower.counts, each, failed=0, seconds=1.0)
     assert stats.predicted_prompt_tokens == grower.counts.prompt_tokens
 
 
@@ -71,3 +73,29 @@ def test_prediction_is_exact_if_all_samples_differ(scripted_engine: Start, sandb
     predicted = predict_requests([tree], policy)
     assert len(predicted) == len(engine.requests)
     assert grower.counts.cached_tokens == sum(request.cached_tokens for request in predicted)
+
+
+class Watched(RolloutTree):
+    """A tree that refuses to join the tokens of a path: done for each segment, that is quadratic in its depth."""
+
+    def path_tokens(self, leaf: int) -> Int32Array:
+        raise AssertionError(f"the tokens above segment {leaf} were copied")
+
+
+def test_statistics_of_a_step_take_time_linear_in_its_tokens() -> None:
+    trees: list[RolloutTree] = []
+    for number in range(3):
+        tree, last = Watched(f"t{number}", np.arange(30 + number)), 0
+        for _ in range(20):
+            last = tree.add(last, Role.MODEL, [1, 2, 3], logprobs=[-1.0] * 3, finish=Finish.TOOL_CALL)
+            last = tree.add(last, Role.TOOL, [4, 5], tool=ToolRecord("search", {}, "ok", 0.1, False))
+        tree.add(last, Role.MODEL, [6, 7], logprobs=[-1.0] * 2, finish=Finish.END)
+        trees.append(tree)
+    for policy in (GrpoPolicy(1), GrpoPolicy(2), arpo(6, 1)):
+        predicted = predict_requests(trees, policy)
+        stats = rollout_stats(
+            trees, RolloutCounts(), [TreeStats.of(tree, policy) for tree in trees], failed=0, seconds=1.0
+        )
+        assert stats.predicted_prompt_tokens == sum(request.prompt_tokens for request in predicted)
+        assert stats.predicted_cached_tokens == sum(request.cached_tokens for request in predicted)
+        assert stats.calls_inherited == 0

@@ -13,7 +13,7 @@ from arpo_megatron.algorithms.branching import GrpoPolicy, make_branch_policy
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
-from arpo_megatron.rollout.accounting import rollout_stats, tokens_per_second
+from arpo_megatron.rollout.accounting import TreeStats, rollout_stats, tokens_per_second
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError
@@ -99,7 +99,7 @@ def test_tree_spends_its_budget_and_keeps_the_beam_size(scripted_engine: Start, 
         assert len(tree.leaves()) == samples
         assert max(fork_points(tree)) <= beam
         assert max(fork_points(tree)) > 1
-        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        stats = rollout_stats([tree], grower.counts, [TreeStats.of(tree, policy)], failed=0, seconds=1.0)
         fresh = len(tree.children()[0])
         assert stats.forks == samples - fresh
         assert stats.calls_inherited + stats.counts.calls_executed == 2 * samples  # each trajectory made two
@@ -177,7 +177,7 @@ def test_tokens_per_second_excludes_recorded_tokens(scripted_engine: Start, sand
     assert 0 < recorded_tokens(half) < sampled
     for known in ([], half, entries):
         tree, grower = grow(engine.url, sandbox_url, policy, entries=known)
-        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=2.0)
+        stats = rollout_stats([tree], grower.counts, [TreeStats.of(tree, policy)], failed=0, seconds=2.0)
         assert stats.counts.tokens_sampled == sampled
         assert tokens_per_second([stats]) == (sampled - recorded_tokens(known)) / 2.0
     assert tokens_per_second([]) == 0.0
@@ -333,7 +333,7 @@ def test_tree_stays_on_the_engine_with_its_prefixes(scripted_engine: Start, sand
             for engine in engines
         ]
         assert min(asked) == 0
-        stats = rollout_stats([tree], grower.counts, policy, failed=0, seconds=1.0)
+        stats = rollout_stats([tree], grower.counts, [TreeStats.of(tree, policy)], failed=0, seconds=1.0)
         assert stats.prefill_over_unique <= 1.05
         assert stats.counts.prefilled_tokens - stats.given_tokens <= stats.counts.requests
     assert all(engine.requests for engine in engines)

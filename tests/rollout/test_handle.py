@@ -1,6 +1,7 @@
 """The trainer's handle of the rollout process after failures and cut connections."""
 
 import asyncio
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -110,6 +111,42 @@ def test_cut_connection_is_restored_during_a_call(
     assert len(report.trees[0].leaves()) == 2
     assert len(served) == 2
     assert engine.generations == 3  # what had been sampled before the cut was not asked for again
+
+
+class Measured:
+    """A connection that notes the size of each message that it sends."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self.sizes: list[int] = []
+
+    def send(self, message: object) -> None:
+        self.sizes.append(len(pickle.dumps(message)))
+        self._connection.send(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def test_report_is_sent_tree_by_tree(folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]) -> None:
+    """Pickling the 1.6 GB of a large step at once would stop the event loop in which the next trees grow."""
+    engine = scripted_engine(ScriptedEngine(lambda text: "" if len(text) > 100 else "x" * 400))
+    sent = list[Measured]()
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+
+        def process() -> None:
+            sent.append(Measured(listener.accept()))
+            asyncio.run(Session(sent[0]).serve())  # type: ignore[arg-type]
+
+        threading.Thread(target=process, daemon=True).start()
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            tasks = [Task(f"t{number}", (), "", "math", "w") for number in range(30)]
+            limits = RolloutLimits(90, 300, 4, 60, 5.0)
+            grown = RolloutSettings(None, 2, Sampling(), limits)
+            report = handle.grow_trees(tasks, step=0, version=0, settings=grown)
+    assert [tree.task_id for tree in report.trees] == [task.id for task in tasks]
+    assert max(sent[0].sizes) < 2 * len(pickle.dumps(report.trees[0]))
 
 
 def test_process_that_restarts_during_a_pause_stays_paused(folder: Path) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arpo_megatron.algorithms.branching.grpo import GrpoPolicy
 from arpo_megatron.errors import StoppedError
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.messages import (
@@ -81,7 +80,7 @@ class Rollouts:
             tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
         failed = [IncompleteTree(tree, self.failure) for tree in trees if self.failure]
         return RolloutReport(
-            [] if failed else trees, failed, rollout_stats([], RolloutCounts(), GrpoPolicy(1), failed=0, seconds=1.0)
+            [] if failed else trees, failed, rollout_stats([], RolloutCounts(), [], failed=0, seconds=1.0)
         )
 
     def finish_trees(self, _request: FinishTrees, _progress: object) -> None:
@@ -97,7 +96,7 @@ class Rollouts:
         done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
         failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
         counts = RolloutCounts(tokens_sampled=7)
-        return RolloutReport(done, failed, rollout_stats([], counts, GrpoPolicy(1), failed=0, seconds=1.0))
+        return RolloutReport(done, failed, rollout_stats([], counts, [], failed=0, seconds=1.0))
 
     def pause(self) -> None:
         self.calls.append("pause")

@@ -93,3 +93,34 @@ def test_any_damage_of_the_journal_is_noticed(place: Path) -> None:
         journal.path.write_bytes(content)
         assert journal.read(4) is None
     assert notes == ["step_journal.msgpack is not used: it is damaged"] * len(damaged)
+
+
+def test_later_writes_append_what_is_new(place: Path) -> None:
+    """A step of 1024 trees samples gigabytes: writing all of it every minute would delay the trainer."""
+    journal, notes = new_journal(place)
+    entries = [[bytes([number]) * 1000] for number in range(100)]
+
+    def trees() -> list[UnfinishedTree]:
+        grown = [UnfinishedTree(f"t{n % 90}", 4, 4, tuple(each), n) for n, each in enumerate(entries) if each]
+        return [UnfinishedTree("waits", 3, 3, (b"w" * 1000,)), *grown]
+
+    journal.write(4, SELECTOR, trees)
+    first = journal.path.stat().st_size
+    for round_ in range(10):
+        entries[round_].append(b"new" * 100)
+        journal.write(4, {"round": round_}, trees)
+    assert journal.read(4) == StepSnapshot({"round": 9}, trees())
+    assert journal.path.stat().st_size - first < first // 2, "100 kB of old entries were not written again"
+    entries[5].clear()  # a tree that was left out
+    journal.write(4, {"round": 10}, trees)
+    whole = journal.path.read_bytes()
+    assert journal.read(4) == StepSnapshot({"round": 10}, trees())
+    for cut in (1, 70, 300):  # a kill during the write
+        journal.path.write_bytes(whole[:-cut])
+        found = new_journal(place)[0].read(4)
+        assert found is not None
+        assert found.selector == {"round": 9}
+    journal.write(8, SELECTOR, lambda: TREES)
+    assert journal.path.stat().st_size < 1000, "another step begins a new file"
+    assert new_journal(place)[0].read(8) == StepSnapshot(SELECTOR, TREES)
+    assert notes == []
