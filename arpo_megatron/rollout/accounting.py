@@ -104,7 +104,7 @@ class RolloutStats:
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """What follows from one finished tree; `RolloutStats` documents the fields."""
+    """Figures of one finished tree; `RolloutStats` documents the fields."""
 
     trajectories: int
     lost: int

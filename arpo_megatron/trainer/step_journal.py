@@ -58,7 +58,7 @@ class StepJournal:
     log: Callable[[str], None]
     written_at: float = field(default_factory=time.monotonic)
     content: "_Content | None" = None
-    """What this process has written to the file; None if nothing."""
+    """The states that this process has written to the file; None if there are none."""
     failed: int | None = None
     """Step of the last write that failed; None again after a write of another step that worked."""
 
