@@ -162,8 +162,8 @@ class Session:
 
     def _send(self, answer: object) -> None:
         if isinstance(answer, RolloutReport):
-            for tree in (*answer.trees, *answer.failed):
-                self._outbox.put((self._request, ReportPart(tree)))
+            for part in (*map(ReportPart, answer.trees), *map(ReportPart, answer.failed)):
+                self._outbox.put((self._request, part))
             answer = replace(answer, trees=[], failed=[])
         self._outbox.put((self._request, answer))
 
