@@ -97,6 +97,18 @@ def test_calls_draw_different_random_numbers(client: SandboxClient) -> None:
     assert len(draws) == 3
 
 
+def test_process_that_code_forks_draws_other_random_numbers(client: SandboxClient) -> None:
+    code = "import os, random\nif os.fork(): os.wait()\nprint(random.random())"
+    answer = client.call("python", {"code": code})
+    assert answer.status == "ok"
+    assert len(set(answer.text.split())) == 2
+
+
+def test_end_of_process_that_code_forks_does_not_end_call(client: SandboxClient) -> None:
+    code = "import os\nif os.fork(): os.wait(); print('parent', flush=True)\nelse: print('child', flush=True)"
+    assert client.call("python", {"code": code}).text == "child\nparent"
+
+
 def test_generators_of_preloaded_modules_differ_between_calls() -> None:
     modules = ("numpy.random", "sympy.core.random")
     with python_pool(Limits(), preload=modules) as run:

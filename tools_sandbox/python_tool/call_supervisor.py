@@ -26,7 +26,7 @@ from tools_sandbox.python_tool.protocol import Outcome, Request, read_head
 from tools_sandbox.python_tool.streams import CapturedStream, StateStream, broken, judge
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.python_tool.watchdog import Watchdog
-from tools_sandbox.python_tool.worker import Ends, run_init
+from tools_sandbox.python_tool.worker import ALONE, Ends, run_init
 from tools_sandbox.utils import linux
 
 CALL_NAME = "python-call"
@@ -70,19 +70,19 @@ def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLim
         return 0.0 if used_s is None else used_s - cpu_before_s - time.process_time()  # without this process's own
 
     uid = enter_supervisor(isolation, slot)
-    folder = root if isolation.walls.files else _make_folder(root, uid)
-    try:
-        outcome = _run_call(connection, isolation, limits, folder, uid, counted_cpu_s)
-    finally:
-        if folder != root:
-            _remove_folder(folder)
-    if outcome is None:
-        return
-    if groups is not None and outcome.status == "error" and groups.memory_kills(slot) > killed_before:
-        note = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
-        outcome = replace(outcome, text=f"{outcome.text}\n{note}")
-    with contextlib.suppress(OSError):  # the service has gone
-        connection.sendall(outcome.encode())
+    with contextlib.ExitStack() as leftovers:
+        folder = root
+        if not isolation.walls.files:
+            folder = _make_folder(root, uid)
+            leftovers.callback(_remove_folder, folder)
+        outcome = _run_call(connection, isolation, limits, folder, uid, counted_cpu_s, leftovers)
+        if outcome is None:
+            return
+        if groups is not None and outcome.status == "error" and groups.memory_kills(slot) > killed_before:
+            note = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
+            outcome = replace(outcome, text=f"{outcome.text}\n{note}")
+        with contextlib.suppress(OSError):  # the service has gone
+            connection.sendall(outcome.encode())
 
 
 def _run_call(
@@ -92,46 +92,48 @@ def _run_call(
     folder: str,
     uid: int,
     counted_cpu_s: Callable[[], float],
+    leftovers: contextlib.ExitStack,
 ) -> Outcome | None:
-    """Run the call to its end. Return None if the service has gone. All descendants have ended on return."""
-    pipes = [os.pipe() for _ in range(5)]
-    # The call's processes write to all pipes except the last one, from which they read.
-    (out_read, err_read, status_read, state_read, request_read), (*inside, request_write) = zip(*pipes, strict=True)
-    inside.append(request_read)
+    """Run the call to its end. Return None if the service has gone.
+
+    All processes of the code have ended on return. leftovers: ends the init process, which takes the kernel a while.
+    """
+    reads, writes = zip(*(os.pipe() for _ in Ends._fields), strict=True)
+    ours, theirs = Ends(*reads)._replace(request=writes[-1]), Ends(*writes)._replace(request=reads[-1])
     preloaded_bytes = watchdog.preloaded_bytes()
     memory_bytes = None if "memory" in isolation.walls.groups else limits.memory_mb * _MIB
     pid = os.fork()
     if pid == 0:
-        for descriptor in (connection.fileno(), out_read, err_read, status_read, state_read, request_write):
+        for descriptor in (connection.fileno(), *ours):
             os.close(descriptor)
-        run_init(isolation, limits, folder=folder, uid=uid, ends=Ends(*inside))
-    for descriptor in inside:
+        run_init(isolation, limits, folder=folder, uid=uid, ends=theirs)
+    leftovers.callback(end_tree, pid)
+    for descriptor in theirs:
         os.close(descriptor)
+    found = read_head(connection.recv)
+    if found is None:  # the service does not need it any more
+        return None
+    if select.select([ours.status], [], [], 0)[0]:  # before there is a request, only a failure is reported
+        return broken(os.read(ours.status, _CHUNK).decode())
+    head, state_bytes = found
+    request = Request.decode(head)
+    deadline = time.monotonic() + request.time_s
+    linux.name_process(CALL_NAME)
+    _pass_on(connection, head, state_bytes, ours.request, deadline)
+    # A UTF-8 character has at most four bytes, so this is enough for the characters that are shown.
+    limit_bytes = 4 * request.output_chars
+    out, err = CapturedStream(limit_bytes, tail=False), CapturedStream(limit_bytes, tail=True)
+    state = StateStream(connection, request.state_mb * _MIB)
+    streams: dict[int, CapturedStream | StateStream] = {ours.out: out, ours.err: err, ours.state: state}
+    measured = Watchdog(pid, preloaded_bytes, memory_bytes)
+    watched = _Watched(connection, ours.status, streams, measured, counted_cpu_s, limits, deadline)
     try:
-        found = read_head(connection.recv)
-        if found is None:  # the service does not need it any more
-            return None
-        if select.select([status_read], [], [], 0)[0]:  # before there is a request, only a failure is reported
-            return broken(os.read(status_read, _CHUNK).decode())
-        head, state_bytes = found
-        request = Request.decode(head)
-        deadline = time.monotonic() + request.time_s
-        linux.name_process(CALL_NAME)
-        _pass_on(connection, head, state_bytes, request_write, deadline)
-        # A UTF-8 character has at most four bytes, so this is enough for the characters that are shown.
-        limit_bytes = 4 * request.output_chars
-        out, err = CapturedStream(limit_bytes, tail=False), CapturedStream(limit_bytes, tail=True)
-        state = StateStream(connection, request.state_mb * _MIB)
-        streams: dict[int, CapturedStream | StateStream] = {out_read: out, err_read: err, state_read: state}
-        measured = Watchdog(pid, preloaded_bytes, memory_bytes)
-        watched = _Watched(connection, status_read, streams, measured, counted_cpu_s, limits, deadline)
-        try:
-            ended_by = _watch(watched, isolation.walls, request.output_mb)
-        except (ConnectionError, TimeoutError):  # a part of the state could not be passed on: the service has gone
-            ended_by = "cancelled"
-        report = os.read(status_read, _CHUNK).decode() if ended_by == "status" else ""
-    finally:
-        end_tree(pid)
+        ended_by = _watch(watched, isolation.walls, request.output_mb)
+    except (ConnectionError, TimeoutError):  # a part of the state could not be passed on: the service has gone
+        ended_by = "cancelled"
+    report = os.read(ours.status, _CHUNK).decode() if ended_by == "status" else ""
+    if not report.endswith(ALONE):
+        leftovers.close()
     if ended_by == "cancelled":
         return None
     # All writers have ended, so the pipes hold the rest of the output.
@@ -139,7 +141,7 @@ def _run_call(
         for descriptor, stream in streams.items():
             while chunk := os.read(descriptor, _CHUNK):
                 stream.add(chunk)
-    outcome = judge(request, limits, ended_by, report, out, err)
+    outcome = judge(request, limits, ended_by, report.removesuffix(ALONE), out, err)
     # Nothing is kept of a call that was ended from outside.
     return replace(outcome, has_state=ended_by == "status" and bool(report) and state.is_complete)
 

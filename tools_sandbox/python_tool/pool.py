@@ -54,6 +54,8 @@ import json, socket, sys
 control = socket.socket(fileno=int(sys.argv[1]))
 package_parent, arguments = json.loads(control.recv(1 << 20))
 sys.path.insert(0, package_parent)
+from tools_sandbox.python_tool import fork_hooks
+fork_hooks.defer()
 from tools_sandbox.python_tool.zygote import main
 sys.path.remove(package_parent)
 main(control, *arguments)

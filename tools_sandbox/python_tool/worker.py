@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tools_sandbox.python_tool import fork_hooks
 from tools_sandbox.python_tool.isolation import (
     Isolation,
     bound_memory,
@@ -29,17 +30,19 @@ from tools_sandbox.python_tool.walls import WorkerLimits
 
 FILENAME = "<python>"
 """File name of the code in its tracebacks."""
+ALONE = "."
 _STATE_DESCRIPTOR = 3
 _REQUEST_DESCRIPTOR = 4
 
 
 class Ends(NamedTuple):
-    """The ends of a call's pipes that its processes hold: the last one for reading, the others for writing."""
+    """One side of the pipes of a call. The processes of the call write to all of them but the last, which they read."""
 
     out: int
     err: int
     status: int
-    """Receives the worker's wait status as a decimal number, or "!" and a message if the walls could not be raised."""
+    """Receives the worker's wait status as a decimal number, with `ALONE` after it if that was the last process of the
+    code, or "!" and a message if the walls could not be raised."""
     state: int
     """Receives the state of a session; see `state.save_state`."""
     request: int
@@ -58,12 +61,24 @@ def run_init(isolation: Isolation, limits: WorkerLimits, *, folder: str, uid: in
         while True:  # orphans of the tree are reaped here too
             ended, code = os.waitpid(-1, 0)
             if ended == pid:
-                os.write(ends.status, str(code).encode())
+                os.write(ends.status, f"{code}{ALONE if _is_alone() else ''}".encode())
                 break
     except BaseException as error:
         os.write(ends.status, f"!{error!r}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(0)
+
+
+def _is_alone() -> bool:
+    """Return whether this process is the last one of its PID namespace, where it adopts every orphan."""
+    if os.getpid() != 1:
+        return False
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends) -> None:
@@ -113,6 +128,7 @@ def _read_request(size: int) -> bytes:
 
 def _reset_interpreter() -> None:
     """Undo what a fork inherits and a new Python process would not have."""
+    fork_hooks.run_deferred()
     os.environ.clear()
     for name in THREAD_VARIABLES:
         # For C libraries only: os.environ stays empty.

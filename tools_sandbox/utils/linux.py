@@ -30,6 +30,13 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 0x1, 0x2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+
+
+class _Program(ctypes.Structure):
+    """`struct sock_fprog` of Linux."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def _checked(result: int, what: str) -> None:
@@ -91,8 +98,7 @@ def syscall(number: int, *arguments: object) -> int:
 
 
 def _prctl(option: int, argument: int, second: int = 0) -> None:
-    zero = ctypes.c_ulong(0)
-    _checked(_libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(second), zero, zero), f"prctl({option})")
+    _checked(_libc.prctl(option, argument, second, 0, 0), f"prctl({option})")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -128,10 +134,6 @@ def disable_huge_pages() -> None:
 
 def filter_system_calls(program: bytes) -> None:
     """Filter every system call of this process and its children by a BPF program (see `seccomp`), for good."""
-
-    class _Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
-
     filter_ = _Program(len(program) // 8, program)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_))
 

@@ -20,7 +20,8 @@ class Attack:
     status: tuple[str, ...] = ("ok",)
     expected_text: str = ""
     """Part of the answer."""
-    timeout_s: float = 5.0
+    timeout_s: float = 30.0
+    """Short for attacks that must run into it; otherwise long enough for a loaded machine."""
 
     def source(self, port: int) -> str:
         """Return the code for a service at a port. ESCAPED is spelled differently, since tracebacks quote the code."""
@@ -32,7 +33,7 @@ def _from_text() -> list[Attack]:
     for entry in Path(__file__).with_name("attacks.txt").read_text(encoding="utf-8").split("\n=== ")[1:]:
         heading, _, code = entry.partition("\n")
         family, name, status, timeout_s, expected_text = (part.strip() for part in heading.split("|"))
-        attacks.append(Attack(family, name, code, tuple(status.split()), expected_text, float(timeout_s or 5)))
+        attacks.append(Attack(family, name, code, tuple(status.split()), expected_text, float(timeout_s or 30)))
     return attacks
 
 
