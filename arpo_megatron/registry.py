@@ -28,6 +28,7 @@ class ExtensionPoint(StrEnum):
     ADVANTAGE = "arpo_megatron.advantages"
     LOSS = "arpo_megatron.losses"
     REPLAY = "arpo_megatron.replay_buffers"
+    CALL_PROTOCOL = "arpo_megatron.call_protocols"
     PRESET = "arpo_megatron.presets"
 
     @property
@@ -87,6 +88,11 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "rollout_replay": "arpo_megatron.algorithms.replay.rollout_replay:RolloutReplay",
         "self_imitation": "arpo_megatron.algorithms.replay.self_imitation:SelfImitation",
         "success_replay": "arpo_megatron.algorithms.replay.success_replay:SuccessReplay",
+    },
+    ExtensionPoint.CALL_PROTOCOL: {
+        "hermes": "arpo_megatron.tasks.protocols.hermes:HermesProtocol",
+        "tags": "arpo_megatron.tasks.tags.protocol:TagProtocol",
+        "template": "arpo_megatron.engine.template_protocol:TemplateProtocol",
     },
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"

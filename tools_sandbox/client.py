@@ -285,7 +285,7 @@ class AsyncSandboxClient:
         return call.read_answer(status, headers, content)
 
     async def tools(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each tool's arguments by the tool's name.
+        """Return the tools by name, each with its `description` and `arguments` (JSON schema).
 
         Raises SandboxUnavailable after one attempt, and SandboxDenied.
         """
@@ -295,7 +295,7 @@ class AsyncSandboxClient:
                 if reply.status != 200:
                     error = SandboxUnavailable if reply.status >= 500 else SandboxDenied
                     raise error(f"tool service at {self.url} does not list its tools: HTTP {reply.status}")
-                return {tool["name"]: tool["arguments"] for tool in await reply.json()}
+                return {tool["name"]: tool for tool in await reply.json()}
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SandboxUnavailable(f"tool service at {self.url} does not list its tools: {error}") from error
 

@@ -14,11 +14,11 @@ import numpy as np
 from arpo_megatron.algorithms.branching import BranchPolicy, ForkPoint
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
-from arpo_megatron.rollout.context import TextCodec
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.tags.calls import STOP_STRINGS, ToolCall, parse_call, result_tokens
+from arpo_megatron.tasks.protocols.base import TextCodec, ToolCall
+from arpo_megatron.tasks.tags.calls import STOP_STRINGS, parse_call, result_tokens
 from arpo_megatron.tree import Float32Array, Int32Array
 
 
@@ -119,7 +119,7 @@ def _fork_point(path: _Path, before: Generation, task_id: str, step: int, budget
 def _with_result(path: _Path, segment: Generation, answer: str, codec: TextCodec, limits: RolloutLimits) -> Int32Array:
     """Return a trajectory's tokens with the segment and the tool's answer."""
     longest = limits.max_tool_tokens
-    result = result_tokens(answer, encode=codec.encode_plain, decode=codec.decode, max_tokens=longest)
+    result = result_tokens(answer, codec, longest)
     return np.concatenate([path.tokens, segment.token_ids, np.array(result, np.int32)])
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.rollout.context import TextCodec
 from arpo_megatron.rollout.messages import LiveTree, RolloutSettings, StartTrees
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.base import TextCodec
 
 PURPOSE = "bench"
 _numbers = itertools.count()

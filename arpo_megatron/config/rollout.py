@@ -20,6 +20,14 @@ class RolloutConfig:
     tools: tuple[str, ...] | None = None
     """Names of the tools that the policy may call, each with a tag of its name; None: search and python. A tool whose
     only required argument is a text takes the text of the tag, any other one a JSON object (docs/guides/tools.md)."""
+    protocol: str = "tags"
+    """Form of calls and results (docs/guides/tools.md). `tags`: ARPO's. `hermes`: JSON in <tool_call>, as Qwen2.5 and
+    Qwen3 write it. `template`: the model's chat template, with `tool_call_parser`. Packages can add others."""
+    tool_call_parser: str | None = None
+    """SGLang's name for the format of the model's calls (`protocol=template`), for example qwen25 or llama3."""
+    system_prompt: str | None = None
+    """System prompt of all tasks instead of that of the data: `tools` (rendered from the tools of the job), a released
+    prompt of ARPO (`arpo`, `arpo_search`, `arpo_python`, `arpo_no_tools`), or a text file."""
     max_tool_calls: NonNegative = 3
     """Tool calls per trajectory; see `at_limit` for a call beyond them."""
     max_calls_by_tool: dict[str, NonNegative] = field(default_factory=dict, hash=False)

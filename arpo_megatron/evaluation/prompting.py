@@ -16,8 +16,8 @@ from arpo_megatron.jobs.inputs import JobData, load_data, load_tokenizer
 from arpo_megatron.rewards.base import Reward
 from arpo_megatron.tasks.arpo_parquet import chat_text
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.synthetic import lookup as generated
-from arpo_megatron.tasks.tags.tools import tool_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def prompt_benchmarks(
 
     A run on generated tasks gets the bare prompt that it was trained on, unless there is a system prompt.
     """
-    names = tool_names(config.rollout.tools)
+    protocol = reading_protocol(config.rollout)
     tokenizer = load_tokenizer(target.model) if target.model is not None else None
     bare = target.kind is TargetKind.RUN and config.data.is_generated and system is None
     prompted = []
@@ -93,7 +93,7 @@ def prompt_benchmarks(
         notes.append(f"no judge (reward.judge.url), so scored by token F1: {', '.join(unjudged)}")
     return PromptedQuestions(
         tasks=prompted,
-        scorers={each.benchmark.name: benchmark_scorer(each.benchmark.metric, tools, judge, names) for each in sets},
+        scorers={each.benchmark.name: benchmark_scorer(each.benchmark.metric, tools, judge, protocol) for each in sets},
         metrics={
             each.benchmark.name: "f1" if each.benchmark.name in unjudged else each.benchmark.metric for each in sets
         },

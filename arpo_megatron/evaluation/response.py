@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo_megatron.evaluation.journal import Outcome
+from arpo_megatron.rewards.base import last_turn
 from arpo_megatron.rollout.messages import IncompleteTree
 from arpo_megatron.tree import FAILED_CALL, Finish, Role, RolloutTree
 
@@ -29,6 +30,10 @@ class AgentResponse:
     """Tokens of tool results."""
     seconds: float = 0.0
     """Wall time."""
+    last_turn: str | None = None
+    """Text of the model after the last tool result; None: all of `text`."""
+    called: tuple[str, ...] = ()
+    """Names of the tools that were called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ def tree_responses(tree: RolloutTree, decode: Decode) -> list[Response]:
             responses.append(NoResponse(Outcome.TOOLS, f"a call of {call.name} failed"))
             continue
         path = [tree.segments[index] for index in tree.path(leaf)]
+        last, called = last_turn(tree, leaf)
         model = [segment for segment in path if segment.role is Role.MODEL]
         tools = [segment for segment in path if segment.role is Role.TOOL]
         responses.append(
@@ -73,6 +79,8 @@ def tree_responses(tree: RolloutTree, decode: Decode) -> list[Response]:
                 model_tokens=sum(len(segment) for segment in model),
                 tool_tokens=sum(len(segment) for segment in tools),
                 seconds=tree.seconds,
+                last_turn=decode(last),
+                called=tuple(sorted(called)),
             )
         )
     return responses

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from arpo_megatron.evaluation.score_queue import ScoreQueue
 from arpo_megatron.evaluation.scorers import judge_check
 from arpo_megatron.evaluation.summary import EvalSummary, summarize
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
-from arpo_megatron.jobs.inputs import training_prompt
+from arpo_megatron.jobs.inputs import load_tokenizer, training_prompt
+from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rollout.limits import RolloutLimits
-from arpo_megatron.tasks.tags.tools import tool_names
+from arpo_megatron.tasks.protocols.build import reading_protocol
+from arpo_megatron.tasks.system_prompts import RENDERED
 from arpo_megatron.utils.atomic import write_json
 
 _LOG_EVERY_S = 10.0
@@ -136,6 +138,11 @@ def _resolve(request: EvalRequest, log: Log, *, create: bool = True) -> _Evaluat
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _test_sets(request, target, suite)
     config = eval_config(target, benchmarks, tools, list(request.overrides or ()))
+    if target.kind is TargetKind.SERVER and tools is not Tools.NONE and config.rollout.protocol != "tags":
+        raise UserError(
+            f"rollout.protocol={config.rollout.protocol}: a server is evaluated with tags only; evaluate the model's "
+            "directory, or set rollout.protocol=tags"
+        )
     if target.kind is TargetKind.SERVER and request.model is None:
         from arpo_megatron.evaluation.agents.server import served_model
 
@@ -195,7 +202,7 @@ def _prompted(evaluation: _Evaluation) -> Iterator[tuple[PromptedQuestions, Judg
             reward = make_reward(
                 config.reward,
                 max_response_tokens=RolloutLimits.evaluation(config).max_response_tokens,
-                tools=tool_names(config.rollout.tools),
+                protocol=reading_protocol(config.rollout),
                 cache=cache,
                 waiting="the evaluation",
                 log=evaluation.log,
@@ -242,8 +249,23 @@ def _answer(evaluation: _Evaluation, prompted: PromptedQuestions, journal: Journ
             queue.score(question, answers)
         if pending:
             with _agent(evaluation, prompted) as agent:
-                agent.answer(pending, queue.deliver)
+                agent.answer(_with_tools(pending, evaluation), queue.deliver)
         queue.finish()
+
+
+def _with_tools(pending: Sequence[PendingQuestion], evaluation: _Evaluation) -> list[PendingQuestion]:
+    """Return the questions with prompts that have the tools of the agent, whose definitions are known now."""
+    model, config = evaluation.target.model, evaluation.config
+    named = config.rollout.system_prompt
+    if named is None and evaluation.system is None and config.rollout.protocol != "tags":
+        named = RENDERED  # the default prompts explain tags
+    if evaluation.request.system_prompt is not None:
+        named = None
+    if evaluation.tools is Tools.NONE or model is None:
+        return list(pending)
+    asked = [each.task for each in pending]
+    tasks = with_tool_prompts(asked, config, evaluation.out, load_tokenizer(model), named)
+    return [replace(each, task=task) for each, task in zip(pending, tasks, strict=True)]
 
 
 @contextmanager

@@ -9,14 +9,16 @@ from arpo_megatron.evaluation.journal import Attempt, Outcome
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Response, outcome_without_answer
-from arpo_megatron.rewards.base import Reward, score_text
+from arpo_megatron.rewards.base import Response as RewardResponse
+from arpo_megatron.rewards.base import ResponseGroup, Reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question
 from arpo_megatron.rewards.math.verify import math_equal
 from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.tags.response import last_boxed, parse_response
-from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
+from arpo_megatron.tasks.protocols.base import CallProtocol
+from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
+from arpo_megatron.tasks.tags.response import last_boxed
 from arpo_megatron.tree import Finish
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
@@ -72,14 +74,15 @@ def extract_answer(model_text: str) -> str | None:
 
 
 def benchmark_scorer(
-    metric: Metric, tools: Tools, judge: AnswerCheck | None, names: Sequence[str] = DEFAULT_NAMES
+    metric: Metric, tools: Tools, judge: AnswerCheck | None, protocol: CallProtocol = DEFAULT_PROTOCOL
 ) -> Scorer:
-    """Return the scorer of a metric; without a judge, the metric "judge" is scored by token F1. `names`: the tools."""
+    """Return the scorer of a metric; without a judge, the metric "judge" is scored by token F1."""
     grade = {"math": _math, "f1": _f1, "judge": _f1}[metric] if judge is None or metric != "judge" else _judged(judge)
 
     def score(question: Question, response: AgentResponse) -> AnswerVerdict:
         answer = extract_answer(response.model_text)
-        tagged = not parse_response(response.text, names).reason
+        last = response.text if response.last_turn is None else response.last_turn
+        tagged = not protocol.read_response(response.text, last, frozenset(response.called)).reason
         format_ok = last_boxed(response.model_text) is not None if tools is Tools.NONE else tagged
         if answer is None:
             return AnswerVerdict(None, 0.0, False, format_ok)
@@ -97,7 +100,8 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
     by_id = {task.id: task for task in tasks}
 
     def grade(question: Question, response: AgentResponse) -> AnswerVerdict:
-        score = score_text(reward, response.text, by_id[question.id])
+        given = RewardResponse(response.text, last_turn=response.last_turn, called=frozenset(response.called))
+        (score,) = reward.score_group(ResponseGroup(by_id[question.id], [given]))
         answer = score.answer if score.format_ok else None
         return AnswerVerdict(answer, score.accuracy, score.accuracy > threshold, score.format_ok, detail=score.reason)
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.validation import check_tasks
+from arpo_megatron.engine.function_calls import known_parsers
 from arpo_megatron.engine.version import SGLANG_VERSION
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
@@ -24,11 +25,12 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.sft.dataset import Conversations, read_conversations
 from arpo_megatron.tasks.sft.rows import check_file
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.tasks.synthetic.lookup import GeneratedTasks
-from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tasks.system_prompts import system_prompt
 
 if TYPE_CHECKING:  # transformers imports torch, which takes seconds
     from transformers import PreTrainedTokenizerFast
@@ -151,9 +153,29 @@ def check_files(config: JobConfig) -> ModelSpec | None:
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
+    _check_protocol(config)
     if config.sandbox.file is not None:
         read_tool_file(config.sandbox.file, config.sandbox)
     return spec
+
+
+def _check_protocol(config: JobConfig) -> None:
+    """Check the names of protocol, parser and system prompt. Raises UserError."""
+    rollout = config.rollout
+    protocol = make_protocol(rollout.protocol)
+    if rollout.system_prompt is not None:
+        system_prompt(rollout.system_prompt, protocol)
+    parsers, named = known_parsers(), rollout.tool_call_parser
+    if rollout.protocol == "template" and named is None:
+        raise UserError(
+            "rollout.protocol=template needs rollout.tool_call_parser, SGLang's name for the format of the model's "
+            f"calls ({', '.join(parsers)})"
+        )
+    if named is not None and parsers and named not in parsers:
+        raise UserError(
+            f"rollout.tool_call_parser={named}: SGLang has no such parser{did_you_mean(named, parsers)}; it has "
+            f"{', '.join(parsers)}"
+        )
 
 
 def _hub_hint(path: Path) -> str:
@@ -213,11 +235,13 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
         check_tasks(config, len(data.train), f"the {len(data.train)} training tasks")
     except ValueError as error:
         raise UserError(str(error)) from None
-    tags = len(tokenizer.encode(result_text(""), add_special_tokens=False))
-    if config.rollout.max_tool_tokens <= tags:
+    rollout = config.rollout
+    protocol = make_protocol(rollout.protocol, model=Path(tokenizer.name_or_path))
+    frame = len(tokenizer.encode(protocol.result_text(""), add_special_tokens=False))
+    if rollout.max_tool_tokens <= frame:
         raise UserError(
-            f"rollout.max_tool_tokens={config.rollout.max_tool_tokens} leaves no room for a tool result: "
-            f"its tags take {tags} tokens"
+            f"rollout.max_tool_tokens={rollout.max_tool_tokens} leaves no room for a tool result: "
+            f"the text around it takes {frame} tokens"
         )
 
 

@@ -90,6 +90,11 @@ class RunDirectory:
         return self.path / "sandbox.yaml"
 
     @property
+    def tool_definitions(self) -> Path:
+        """Descriptions and schemas of the tools, if the prompts of the job contain them."""
+        return self.path / "tools.json"
+
+    @property
     def sandbox_user_file(self) -> Path:
         """Copy of the user's file (`sandbox.file`) from which the config of the tool service was made."""
         return self.path / "sandbox_user.yaml"

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.prompts import needs_definitions, save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES, select_tools
+from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient
@@ -51,6 +52,8 @@ def check_isolation(config: JobConfig) -> list[str]:
 def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
     """Start the service of a job that has tools of its own, ask for its tools, and end it.
 
+    Their definitions are written to the run directory, if the prompts contain them.
+
     Returns:
         Notes for the user.
 
@@ -58,19 +61,23 @@ def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
         UserError: the service does not start, or lacks a tool that the job names.
     """
     named = config.rollout.tools
+    if needs_definitions(config) and named is None:
+        save_definitions(run, DEFAULT_TOOLS)
     if named is None and config.sandbox.file is None:
         return []
     run.logs.mkdir(parents=True, exist_ok=True)
     offered = _offered(config, run, run.logs / "sandbox_check.log")
     if named is not None:
-        select_tools(named, offered)
+        tools = select_tools(named, offered)
+        if needs_definitions(config):
+            save_definitions(run, tools)
         return []
     unused = sorted(set(offered) - set(DEFAULT_NAMES))
     return [f"rollout.tools is not set, so the policy cannot call {', '.join(unused)}"] if unused else []
 
 
 def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[str, object]]:
-    """Return the argument schemas of the service's tools by name."""
+    """Return the service's tools by name (`AsyncSandboxClient.tools`)."""
     token = secrets.token_hex(16)
     command = [sys.executable, "-m", "tools_sandbox", "--config", str(run.sandbox_config)]
     with log.open("wb") as errors:

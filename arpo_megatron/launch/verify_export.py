@@ -8,6 +8,7 @@ import numpy as np
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
+from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import hold_run
 from arpo_megatron.launch.services import Job, services
@@ -63,7 +64,10 @@ def verify_export(config: JobConfig, run: RunDirectory, model: Path) -> Verified
 def answer_and_compare(job: Job, model: Path) -> VerifiedAnswer:
     """Answer one held-out question greedily through new services, and compare the engine with transformers."""
     config, run = job.config, job.run
-    held_out = load_data(config, load_tokenizer(model)).held_out
+    tokenizer = load_tokenizer(model)
+    held_out = with_tool_prompts(
+        load_data(config, tokenizer).held_out, config, run, tokenizer, config.rollout.system_prompt
+    )
     if not held_out:
         raise UserError("data.held_out=0: there is no question to ask the exported model")
     # Generated tasks of the kind "two" need both tools.

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arpo_megatron.rewards.base import ResponseGroup, Score
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, user_question
 from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers
 from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
-from arpo_megatron.tasks.tags.response import Parsed, parse_response
-from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
+from arpo_megatron.tasks.protocols.base import CallProtocol, Parsed
+from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES
+from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
 
 Terms = dict[str, float]
 
@@ -26,7 +27,7 @@ class ArpoReward:
     tool_bonus: float = 0.1
     math: Literal["verify", "judge"] = "verify"
     qa: Literal["f1", "exact_match", "judge"] = "f1"
-    tools: tuple[str, ...] = DEFAULT_NAMES
+    protocol: CallProtocol = DEFAULT_PROTOCOL
 
     @property
     def needs_judge(self) -> bool:
@@ -35,10 +36,14 @@ class ArpoReward:
 
     def score_group(self, group: ResponseGroup) -> list[Score]:
         """Score each response; equal answers are graded once."""
-        responses = [parse_response(response.text, self.tools) for response in group.responses]
+        responses = [self._parsed(response) for response in group.responses]
         answers = list(dict.fromkeys(parsed.answer for parsed in responses if parsed.answer is not None))
         grades = dict(zip(answers, self._grades(answers, group), strict=True))
         return [self._score(parsed, grades) for parsed in responses]
+
+    def _parsed(self, response: Response) -> Parsed:
+        last = response.text if response.last_turn is None else response.last_turn
+        return self.protocol.read_response(response.text, last, response.called)
 
     def _score(self, parsed: Parsed, grades: dict[str, tuple[float, Terms]]) -> Score:
         if parsed.answer is None:

@@ -39,6 +39,10 @@ class Response:
     """Tokens after the prompt, model and tool together."""
     calls: int = 0
     """Tool calls on the path."""
+    last_turn: str | None = None
+    """Text of the model after the last tool result; None: all of `text`."""
+    called: frozenset[str] = frozenset()
+    """Names of the tools that were called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Reward(Protocol):
 
     An implementation is a frozen dataclass; its fields are its params. Fields named like a key of `reward`
     (`tool_bonus`, for example) take the value of that key, and `max_response_tokens` and `tools` (names) those of
-    `rollout`; others are set in `reward.params`.
+    `rollout`; `protocol` is the job's `CallProtocol`. Others are set in `reward.params`.
     """
 
     @property
@@ -104,5 +108,20 @@ def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], 
     for leaf in tree.leaves():
         ids = tree.path_tokens(leaf)[prompt:].tolist()
         calls = sum(tree.segments[index].role is Role.TOOL for index in tree.path(leaf))
-        responses.append(Response(decode(ids), len(ids), calls))
+        last, called = last_turn(tree, leaf)
+        responses.append(Response(decode(ids), len(ids), calls, decode(last), called))
     return ResponseGroup(task, responses, step)
+
+
+def last_turn(tree: RolloutTree, leaf: int) -> tuple[list[int], frozenset[str]]:
+    """Return the model's tokens after the last tool result of a trajectory, and the names of the tools called."""
+    ids: list[int] = []
+    called = set()
+    for index in tree.path(leaf):
+        segment = tree.segments[index]
+        if segment.role is Role.MODEL:
+            ids += segment.token_ids.tolist()
+        elif segment.role is Role.TOOL:
+            ids = []
+            called |= {segment.tool.name} if segment.tool is not None else set()
+    return ids, frozenset(called)

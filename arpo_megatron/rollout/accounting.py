@@ -27,8 +27,8 @@ class RolloutCounts:
     """Tool calls sent to the tool service."""
     calls_cached: int = 0
     """Tool calls that the service answered from its cache."""
-    calls_invalid_json: int = 0
-    """Tool calls that got an error because their text is not a JSON object."""
+    calls_invalid: int = 0
+    """Tool calls that got an error because they cannot be executed as written: no JSON object, or an unknown tool."""
     calls_at_limit: int = 0
     """Tool calls that got a notice that a limit is reached (`rollout.at_limit`)."""
     calls_repeated: int = 0

@@ -1,8 +1,7 @@
 """Objects that trees share while they grow: engine, tools, tokenizer, policy, limits."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient
@@ -10,6 +9,7 @@ from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.protocols.base import TextCodec
 
 
 class PromptTooLongError(ValueError):
@@ -18,17 +18,6 @@ class PromptTooLongError(ValueError):
 
 class ToolTextError(ValueError):
     """The tokenizer does not accept the text of a tool's answer."""
-
-
-class TextCodec(Protocol):
-    """Converts text to token ids without adding special tokens, and back with special tokens kept."""
-
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
-
-    def encode_plain(self, text: str) -> list[int]:
-        """Encode text; the spelling of a special token in it becomes ordinary tokens."""
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         sandbox_token=services.sandbox_token,
         engine_token=services.engine_token,
         tools=config.rollout.tools,
+        protocol=config.rollout.protocol,
+        tool_call_parser=config.rollout.tool_call_parser,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 

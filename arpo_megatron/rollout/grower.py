@@ -50,13 +50,8 @@ from arpo_megatron.rollout.lost_branches import (
 )
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.tree_client import TreeClient
-from arpo_megatron.tasks.tags.calls import (
-    ANSWER_STOP,
-    Malformed,
-    ends_inside_stop,
-    find_stop,
-    parse_call,
-)
+from arpo_megatron.tasks.protocols.base import Malformed
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP, ends_inside_stop, find_stop
 from arpo_megatron.tree import FAILED_CALL, Finish, Float32Array, Int32Array, Role, RolloutTree
 
 
@@ -233,7 +228,7 @@ class TreeGrower:
 
         last = self._write_segment(start.node, generations)
         ids, entropies = np.concatenate([each.token_ids for each in generations]), _entropies(generations)
-        last.finish, call, history = self._interpret(start, generations[-1].finish, matched, ids)
+        last.finish, call, history = await self._interpret(start, generations[-1].finish, matched, ids)
         first = entropies if start.start_entropies is None else start.start_entropies
         prefix = np.concatenate([start.prefix, ids])
         return _SampledSegment(last, prefix, start.forks, first, entropies, history, call)
@@ -307,16 +302,19 @@ class TreeGrower:
                 node.store_routes(end - 1, each.routes)
         return node
 
-    def _interpret(
+    async def _interpret(
         self, start: BranchStart, finish: EngineFinish, matched: str | None, ids: Int32Array
     ) -> tuple[Finish, AnsweredCall | None, CallHistory]:
         """Return why a segment ended, its tool call if the path continues, and the calls of the path."""
         limits, history = self._context.limits, start.history
-        if matched is None:
-            return (Finish.END if finish is EngineFinish.END_TOKEN else Finish.LENGTH), None, history
+        if matched is None and finish is not EngineFinish.END_TOKEN:
+            return Finish.LENGTH, None, history
         if matched == ANSWER_STOP:
             return Finish.END, None, history
-        call = parse_call(self._context.codec.decode(ids.tolist()), matched, limits.tools)
+        written = ids[:-1] if matched is None else ids
+        call = await limits.protocol.read_call(self._context.codec.decode(written.tolist()), matched)
+        if call is None:
+            return Finish.END, None, history
         if isinstance(call, Malformed):
             return Finish.MALFORMED, None, history
         admitted = limits.admit(call, history, self._max_length - len(start.prefix) - len(ids))

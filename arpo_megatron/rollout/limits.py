@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar
 
 from arpo_megatron.config import EvalConfig, JobConfig
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP, InvalidJson, Notice, ToolCall
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
+from arpo_megatron.tasks.protocols.base import CallProtocol, InvalidCall, Notice, ToolCall
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP
+from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
 
 T = TypeVar("T")
 
-AnsweredCall = ToolCall | InvalidJson | Notice
+AnsweredCall = ToolCall | InvalidCall | Notice
 """A call that gets a result: of the tool, or a text that states why there is none."""
 LIMIT, REPEATED = "limit", "repeated"
 """Statuses of calls that a limit refuses, or that the path has made before."""
@@ -43,8 +44,8 @@ class RolloutLimits:
     stop_at_answer: bool = False
     sessions: bool = False
     """A python call starts from the interpreter state that the previous one on its path has left."""
-    tools: tuple[TagTool, ...] = DEFAULT_TOOLS
-    """Tools that the policy may call."""
+    protocol: CallProtocol = DEFAULT_PROTOCOL
+    """The form of calls, with the tools that the policy may call. A config names it; the rollout process builds it."""
     max_calls_by_tool: tuple[tuple[str, int], ...] = ()
     max_turn_tokens: int | None = None
     at_limit: Literal["end", "answer_now"] = "end"
@@ -92,10 +93,10 @@ class RolloutLimits:
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
-        return (*(tool.stop for tool in self.tools), *([ANSWER_STOP] if self.stop_at_answer else []))
+        return (*self.protocol.stops, *([ANSWER_STOP] if self.stop_at_answer else []))
 
     def admit(
-        self, call: ToolCall | InvalidJson, history: CallHistory, room: int
+        self, call: ToolCall | InvalidCall, history: CallHistory, room: int
     ) -> tuple[AnsweredCall, CallHistory] | None:
         """Return what answers a call, and the history after it; None if the trajectory ends with the call.
 

@@ -126,6 +126,10 @@ class ServiceSettings:
     """Sizes of the engines' expert routes; None if they return none."""
     tools: tuple[str, ...] | None = None
     """Names of the tools that the policy may call (`rollout.tools`)."""
+    protocol: str = "tags"
+    """Name of the call protocol (`rollout.protocol`)."""
+    tool_call_parser: str | None = None
+    """SGLang's name of the format of calls (`rollout.tool_call_parser`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
-from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, TextCodec, ToolTextError
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, ToolTextError
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
@@ -37,8 +37,9 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.shared_prefixes import common_prefix_length
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.protocols.base import CallProtocol, TextCodec
 from arpo_megatron.tasks.tags.calls import ends_inside_stop
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
+from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
 from arpo_megatron.tree import Int32Array, RolloutTree
 from tools_sandbox.client import SandboxError
 
@@ -106,7 +107,7 @@ class TreePool:
         send: called with a `RolloutProgress` now and then while a `collect` waits.
         record: called with a tree's id and each new entry of its record.
         expert_routes: sizes of the engines' expert routes; None if they return none.
-        tags: tools that the policy may call.
+        protocol: the call protocol with its tools.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class TreePool:
         send: Callable[[RolloutProgress], None],
         record: Callable[[int, bytes], None],
         expert_routes: ExpertRouteSpec | None = None,
-        tags: tuple[TagTool, ...] = DEFAULT_TOOLS,
+        protocol: CallProtocol = DEFAULT_PROTOCOL,
     ) -> None:
         self._engine = engine
         self._tools = tools
-        self._tags = tags
+        self._protocol = protocol
         self._codec = codec
         self._seed = seed
         self._policy = policy
@@ -146,7 +147,7 @@ class TreePool:
         common = asyncio.create_task(self._prefill_new(prompts, costs))
         for each, prompt in zip(new, prompts, strict=True):
             policy = self._policy(each.settings)
-            limits = replace(each.settings.limits, tools=self._tags)
+            limits = replace(each.settings.limits, protocol=self._protocol)
             queue = self._queues.setdefault(each.purpose, _Queue(policy, limits))
             queue.policy, queue.limits = policy, limits
             if not queue.trees:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from arpo_megatron.rollout.result_cache import ResultCache
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool, select_tools
+from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition, select_tools
 from tools_sandbox.client import AsyncSandboxClient, SandboxError, SandboxUnavailable, ToolAnswer
 
 _FIRST_PAUSE_S = 0.5
@@ -47,7 +47,7 @@ class ToolClient:
     ) -> None:
         await self._client.aclose()
 
-    async def select(self, names: Sequence[str] | None) -> tuple[TagTool, ...]:
+    async def select(self, names: Sequence[str] | None) -> tuple[ToolDefinition, ...]:
         """Return the tools that the policy may call, given `rollout.tools`; None: the default ones.
 
         Raises:

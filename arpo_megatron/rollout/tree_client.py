@@ -22,12 +22,12 @@ from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
 from arpo_megatron.rollout.result_cache import history_digest
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
-from arpo_megatron.tasks.tags.calls import INVALID_JSON, ToolCall, result_tokens
-from arpo_megatron.tasks.tags.tools import PYTHON
+from arpo_megatron.tasks.protocols.base import INVALID_CALL, ToolCall
+from arpo_megatron.tasks.protocols.tools import PYTHON
 from arpo_megatron.tree import FAILED_CALL, Int32Array, ToolRecord
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
-REFUSED = (INVALID_JSON, LIMIT, REPEATED)
+REFUSED = (INVALID_CALL, LIMIT, REPEATED)
 """Statuses of calls that are answered without the tool service."""
 
 
@@ -164,9 +164,9 @@ class TreeClient:
 
     def _result_tokens(self, tool: str, text: str) -> Int32Array:
         """Return int32[n], the tokens of a result. Raises ToolTextError."""
-        codec, limit = self._context.codec, self._context.limits.max_tool_tokens
+        codec, limits = self._context.codec, self._context.limits
         try:
-            ids = result_tokens(text, encode=codec.encode_plain, decode=codec.decode, max_tokens=limit)
+            ids = limits.protocol.result_tokens(text, codec, limits.max_tool_tokens)
         except (TypeError, UnicodeError) as error:
             raise ToolTextError(f"cannot tokenize the answer of {tool}, {text[:80]!a}: {error}") from error
         return np.array(ids, dtype=np.int32)
@@ -206,7 +206,7 @@ class TreeClient:
         counts = self.counts
         if isinstance(answer, RecordedAnswer):
             status = answer.tool.status
-            counts.calls_invalid_json += status == INVALID_JSON
+            counts.calls_invalid += status == INVALID_CALL
             counts.calls_at_limit += status == LIMIT
             counts.calls_repeated += status == REPEATED
             counts.calls_failed += status == FAILED_CALL

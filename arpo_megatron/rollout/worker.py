@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_branch_policy
 from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.function_calls import CallParser
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.messages import (
@@ -44,6 +45,7 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.utils.processes import raise_file_limit
+from arpo_megatron.tasks.protocols.build import make_protocol
 
 
 class TokenizerCodec:
@@ -133,7 +135,8 @@ class Session:
             retry_for_s=settings.retry_for_s,
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
-        async with engine, tools:
+        parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)
+        async with engine, tools, parse:
             pool = TreePool(
                 engine,
                 tools,
@@ -143,7 +146,13 @@ class Session:
                 self._send,
                 self._record,
                 settings.expert_routes,
-                await tools.select(settings.tools),
+                make_protocol(
+                    settings.protocol,
+                    await tools.select(settings.tools),
+                    parser=settings.tool_call_parser,
+                    model=settings.tokenizer_path,
+                    parse=parse,
+                ),
             )
             engine.on_stale = pool.note_stale
             try:

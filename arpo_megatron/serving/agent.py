@@ -12,10 +12,10 @@ import aiohttp
 
 from arpo_megatron.engine.request import EngineFinish, Sampling
 from arpo_megatron.engine.stream import stream_generation
-from arpo_megatron.rollout.context import TextCodec
 from arpo_megatron.rollout.limits import NO_CALLS, RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.tags import calls
+from arpo_megatron.tasks.protocols.base import Malformed, Reading, TextCodec, ToolCall
+from arpo_megatron.tasks.tags.calls import ANSWER_STOP
 
 _REPLACEMENT = "\ufffd"
 
@@ -109,10 +109,10 @@ class Agent:
             state.sampled += len(streamed.token_ids)
             state.ids.extend(streamed.token_ids)
             stop = streamed.matched
-            if streamed.finish is not EngineFinish.STOP_STRING or stop is None or stop == calls.ANSWER_STOP:
+            if streamed.finish is EngineFinish.LENGTH or stop == ANSWER_STOP:
                 yield state.ended("length" if streamed.finish is EngineFinish.LENGTH else "stop")
                 return
-            step = await self._call(calls.parse_call(turn.text, stop, limits.tools), state, trajectory_id)
+            step = await self._call(await limits.protocol.read_call(turn.text, stop), state, trajectory_id)
             if step is None:
                 yield state.ended("stop")
                 return
@@ -120,17 +120,15 @@ class Agent:
             state.ids.extend(self._result_tokens(step.result))
         yield state.ended("length")
 
-    async def _call(
-        self, call: calls.ToolCall | calls.InvalidJson | calls.Malformed, state: "_State", trajectory_id: str
-    ) -> ToolStep | None:
-        """Answer a call; None if it ends the answer."""
-        if isinstance(call, calls.Malformed):
+    async def _call(self, call: Reading, state: "_State", trajectory_id: str) -> ToolStep | None:
+        """Answer a call; None if the answer ends."""
+        if call is None or isinstance(call, Malformed):
             return None
         admitted = self.limits.admit(call, state.history, state.left)
         if admitted is None:
             return None
         allowed, state.history = admitted
-        if not isinstance(allowed, calls.ToolCall):
+        if not isinstance(allowed, ToolCall):
             return ToolStep(allowed.tool, {}, allowed.result, allowed.status, 0.0)
         began = time.monotonic()
         arguments = dict(allowed.arguments)
@@ -140,9 +138,7 @@ class Agent:
         return ToolStep(allowed.tool, arguments, answer.text, answer.status, round(time.monotonic() - began, 3))
 
     def _result_tokens(self, text: str) -> list[int]:
-        codec = self.codec
-        most = self.limits.max_tool_tokens
-        return calls.result_tokens(text, encode=codec.encode_plain, decode=codec.decode, max_tokens=most)
+        return self.limits.protocol.result_tokens(text, self.codec, self.limits.max_tool_tokens)
 
 
 @dataclass(slots=True)

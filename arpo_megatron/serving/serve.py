@@ -15,11 +15,13 @@ import aiohttp
 import uvicorn
 
 from arpo_megatron.config import JobConfig
+from arpo_megatron.engine.function_calls import CallParser
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
-from arpo_megatron.jobs.inputs import JobData, load_tokenizer, training_prompt, write_tool_files
+from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
+from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
 from arpo_megatron.launch.job import hold_run
 from arpo_megatron.launch.services import Job, services
@@ -29,7 +31,8 @@ from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
-from arpo_megatron.tasks.arpo_parquet import chat_text
+from arpo_megatron.tasks.protocols.base import CallProtocol
+from arpo_megatron.tasks.protocols.build import make_protocol
 
 _POLL_S = 0.5
 _END_S = 20
@@ -177,23 +180,32 @@ async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> 
     async with (
         aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
         ToolClient(ready.sandbox_url, ready.sandbox_token, retry_for_s=retry_for_s) as tools,
+        CallParser(*ready.engine_urls, token=ready.engine_token, retry_for_s=retry_for_s) as parse,
     ):
         limits = RolloutLimits.evaluation(config)
+        rollout = config.rollout
+        protocol = make_protocol(
+            rollout.protocol,
+            await tools.select(rollout.tools),
+            parser=rollout.tool_call_parser,
+            model=target.model,
+            parse=parse,
+        )
         yield Agent(
             session,
             ready.router_url or ready.engine_urls[0],
             ready.engine_token,
             tools,
-            replace(limits, tools=await tools.select(config.rollout.tools)),
+            replace(limits, protocol=protocol),
             TokenizerCodec(target.model),
-            prompt_of(target.model),
+            prompt_of(target.model, protocol),
         )
 
 
-def prompt_of(model: Path) -> Callable[[Sequence[dict[str, str]]], str]:
+def prompt_of(model: Path, protocol: CallProtocol) -> Callable[[Sequence[dict[str, str]]], str]:
     """Return the function that makes a prompt of a conversation: the model's chat template, ChatML without one."""
     tokenizer = load_tokenizer(model)
-    return lambda messages: chat_text([{"role": m["role"], "content": m["content"]} for m in messages], tokenizer)
+    return lambda messages: protocol.prompt([{"role": m["role"], "content": m["content"]} for m in messages], tokenizer)
 
 
 def default_sampling(config: JobConfig) -> Sampling:
@@ -208,4 +220,4 @@ def system_prompt(target: EvalTarget, config: JobConfig) -> str | None:
     stored = target.model / SYSTEM_PROMPT
     if stored.is_file():
         return stored.read_text(encoding="utf-8").strip() or None
-    return None if target.run is None else training_prompt(config)
+    return None if target.run is None else job_system_prompt(config, target.run)

@@ -17,8 +17,8 @@ from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.rollout.record import UnfinishedTree, decode_records, encode_records
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.selectors.base import make_task_selector
-from arpo_megatron.tasks.tags.tools import tool_names
 from arpo_megatron.trainer.collector import TreeCollector, check_not_blocked, check_stop, report_progress
 from arpo_megatron.trainer.held_out import HeldOutResult
 from arpo_megatron.trainer.metrics import rollout_counters, rollout_metrics
@@ -118,7 +118,7 @@ class Controller:
             reward=make_reward(
                 config.reward,
                 max_response_tokens=config.rollout.max_response_tokens,
-                tools=tool_names(config.rollout.tools),
+                protocol=reading_protocol(config.rollout),
                 cache=directory.judge_replies,
                 log=session.note,
                 check=partial(check_stop, session.events),

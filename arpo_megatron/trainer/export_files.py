@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.jobs.inputs import training_prompt
+from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
+from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.tags.calls import ANSWER_STOP
-from arpo_megatron.tasks.tags.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
 
 CHATML = (
@@ -29,9 +29,9 @@ def export_files(config: JobConfig, run: RunDirectory, source: Path, step: int, 
         step: finished steps of the exported weights.
         code: the commit of the code.
     """
-    stops = [f"</{name}>" for name in tool_names(config.rollout.tools)]
+    stops = [*reading_protocol(config.rollout).stops]
     stops += [ANSWER_STOP] if config.rollout.stop_at_answer else []
-    system = training_prompt(config)
+    system = job_system_prompt(config, run)
     files = {
         "generation_config.json": json.dumps(_generation(config, source, stops), indent=2) + "\n",
         "README.md": _card(config, run, step, code, stops, system),
@@ -53,7 +53,7 @@ def _generation(config: JobConfig, source: Path, stops: list[str]) -> Mapping[st
         "top_p": own.top_p,
         "top_k": own.top_k or None,
         "repetition_penalty": own.penalty,
-        "stop_strings": stops,
+        "stop_strings": stops or None,
     }
     return {key: value for key, value in {**values, **sampling}.items() if value is not None}
 
@@ -89,17 +89,27 @@ def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: lis
         "",
         "## Use",
         "",
-        "`arpo serve DIR` answers chats with OpenAI's protocol and runs the tools. Without it, a turn ends at one of "
-        f"{', '.join(f'`{stop}`' for stop in stops)}. Run the call before that tag, append",
-        "` <result>\\n` + its output + `\\n</result>` to the turn, and continue it. The answer is in",
-        "`<answer>...</answer>`.",
-        "",
-        "`generation_config.json` has these stop strings, so `model.generate` of transformers needs "
-        "`tokenizer=tokenizer`.",
+        "`arpo serve DIR` answers chats with OpenAI's protocol and runs the tools.",
+        *_without_us(config, stops),
         *(["", f"`{SYSTEM_PROMPT}` has the system prompt of the training data."] if system is not None else []),
         "",
     ]
     return "\n".join(lines)
+
+
+def _without_us(config: JobConfig, stops: list[str]) -> list[str]:
+    """Return how to run the tools in another program."""
+    lines = [f"Tools are called in the form `{config.rollout.protocol}` (`rollout.protocol` of the run)."]
+    if config.rollout.protocol == "tags":
+        lines += [
+            f"Without it, a turn ends at one of {', '.join(f'`{stop}`' for stop in stops)}. Run the call before that",
+            "tag, append ` <result>\\n` + its output + `\\n</result>` to the turn, and continue it. The answer is in",
+            "`<answer>...</answer>`.",
+        ]
+    if stops:
+        lines += ["", "`generation_config.json` has the stop strings, so transformers' `model.generate` needs"]
+        lines += ["`tokenizer=tokenizer`."]
+    return lines
 
 
 def _success(run: RunDirectory) -> Mapping[str, float]:

@@ -31,7 +31,7 @@ class HeldOutResult:
     rewards: Mapping[str, float]
     """Task id -> reward, for the tasks that were finished."""
     tool_calls: Mapping[str, int]
-    """Calls by status ("ok", "error", "timeout", "refused", "invalid_json"): a tool service in trouble makes a policy
+    """Calls by status ("ok", "error", "timeout", "refused", "invalid_call"): a tool service in trouble makes a policy
     look worse."""
 
     @classmethod

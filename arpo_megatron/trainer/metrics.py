@@ -64,7 +64,7 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
         "tool_seconds_saved": stats.counts.seconds_saved,
-        "tool_calls_invalid_json": stats.counts.calls_invalid_json,
+        "tool_calls_invalid": stats.counts.calls_invalid,
         "tool_calls_at_limit": stats.counts.calls_at_limit,
         "tool_calls_repeated": stats.counts.calls_repeated,
         "tool_calls_failed": stats.counts.calls_failed,

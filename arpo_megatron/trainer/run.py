@@ -23,6 +23,7 @@ from arpo_megatron.errors import StoppedError
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.jobs.checkpoint_dirs import disk_full_hint
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
+from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.endpoints import Services
@@ -91,11 +92,15 @@ class TrainingRun:
         """Connect rank 0 to the services of the job, and resume the run from its newest checkpoint."""
         tokenizer = load_tokenizer(session.start)
         data = load_data(session.config, tokenizer)
+        train, held_out = (
+            with_tool_prompts(tasks, session.config, session.directory, tokenizer, session.config.rollout.system_prompt)
+            for tasks in (data.train, data.held_out)
+        )
         services, controller = Services.from_environment(), None
         sync = connect_engines(session, services)
         if parallel.is_rank_zero():
-            controller = Controller.start(session, sync, data.train, tokenizer, services)
-        run = cls(session, sync, controller, data.held_out)
+            controller = Controller.start(session, sync, train, tokenizer, services)
+        run = cls(session, sync, controller, held_out)
         run.resume()
         return run
 

@@ -116,7 +116,7 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
             assert shown == result_text(expected)
     assert any(reward >= 0 for item in trees for reward in item.rewards), "the reward knows the tags"
     (row,) = rows_of(run / "metrics.jsonl")
-    assert row["tool_calls_executed"] > 0 and row["tool_calls_invalid_json"] == 0 and not undocumented(row)
+    assert row["tool_calls_executed"] > 0 and row["tool_calls_invalid"] == 0 and not undocumented(row)
     assert row["tool_calls_failed"] == 0 and row["updates_skipped"] == 0
     assert all(count <= 2 for count in asked.values()), "a query is paid once; one request was answered with 429"
     assert int((run / "paid_requests").read_text()) == sum(asked.values())

@@ -20,9 +20,11 @@ import torch
 
 from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.function_calls import CallParser, ParsedTurn
 from arpo_megatron.engine.launch import EngineHandle, EngineStartError, launch_engine
 from arpo_megatron.engine.request import EngineFinish, EngineRefusedError, Generation, Sampling
 from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS
 from tests.engine.fixtures import ENGINE, is_running
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
@@ -67,6 +69,22 @@ def test_logprobs_and_entropies_cover_the_whole_vocabulary(
         distribution = torch.distributions.Categorical(logits=logits)
         np.testing.assert_allclose(drawn.entropies, distribution.entropy(), atol=1e-4)
         np.testing.assert_allclose(drawn.logprobs, distribution.log_prob(torch.tensor(drawn.token_ids)), atol=1e-4)
+
+
+def test_parser_of_the_engine_reads_the_calls_of_a_turn(engine: EngineHandle) -> None:
+    functions = [tool.function() for tool in DEFAULT_TOOLS]
+    call = '<tool_call>\n{"name": "%s", "arguments": {"query": "x"}}\n</tool_call>'
+
+    async def parse(text: str) -> ParsedTurn:
+        async with CallParser(engine.url) as parser:
+            return await parser(text, functions, "qwen25")
+
+    found = asyncio.run(parse(f"Let me see. {call % 'search'}"))
+    assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("search", {"query": "x"})]
+    assert asyncio.run(parse("It is 4.")) == ParsedTurn("It is 4.", ())
+    for broken in ("<tool_call>\n{\n</tool_call>", call % "unknown"):
+        turn = asyncio.run(parse(broken))
+        assert turn.calls == () and turn.text != broken
 
 
 def test_scores_equal_transformers_and_ignore_the_cache(

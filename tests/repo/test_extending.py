@@ -59,7 +59,7 @@ def test_page_shows_signatures_of_protocols() -> None:
     for shown in ast.parse(block).body:
         assert isinstance(shown, ast.ClassDef)
         protocol = getattr(importlib.import_module(modules[shown.name]), shown.name)
-        methods = {each.name: each for each in shown.body if isinstance(each, ast.FunctionDef)}
+        methods = {each.name: each for each in shown.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
         own = {
             name for name, value in vars(protocol).items() if isinstance(value, property) or inspect.isfunction(value)
         }

@@ -11,10 +11,11 @@ from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.context import RolloutContext, TextCodec
+from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.protocols.base import TextCodec
 from arpo_megatron.tree import Role, RolloutTree
 from tests.engine.scripted import CharacterCodec, ScriptedEngine
 from tools_sandbox.client import ToolAnswer

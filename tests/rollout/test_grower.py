@@ -20,8 +20,9 @@ from arpo_megatron.rollout.lost_branches import AllBranchesLostError
 from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from arpo_megatron.tasks.tags.calls import result_text
-from arpo_megatron.tasks.tags.tools import TagTool
+from arpo_megatron.tasks.tags.protocol import TagProtocol
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import CharacterCodec, ScriptedEngine
 from tests.rollout.growing import (
@@ -302,15 +303,15 @@ def test_malformed_call_ends_the_trajectory(scripted_engine: Start, sandbox_url:
 def test_json_call_reaches_the_tool_and_invalid_json_gets_an_error(scripted_engine: Start, sandbox_url: str) -> None:
     plan = ("<python>{'code'}</python>", '<python>{"code": "6 * 7"}</python>', "<answer>\\boxed{42}</answer>")
     engine = scripted_engine(ScriptedEngine(planned(*plan)))
-    limits = replace(LIMITS, tools=(TagTool("python"),))
+    limits = replace(LIMITS, protocol=TagProtocol((ToolDefinition("python"),)))
     tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(1), limits=limits)
     first, second = (segment for segment in tree.segments if segment.role is Role.TOOL)
     assert first.tool is not None and second.tool is not None
-    assert (first.tool.status, first.tool.arguments) == ("invalid_json", {})
+    assert (first.tool.status, first.tool.arguments) == ("invalid_call", {})
     assert "Error: the text of <python> is not a JSON object" in CODEC.decode(first.token_ids.tolist())
     assert (second.tool.status, second.tool.arguments) == ("ok", {"code": "6 * 7"})
     assert CODEC.decode(second.token_ids.tolist()) == result_text("42")
-    assert (grower.counts.calls_invalid_json, grower.counts.calls_executed) == (1, 1)
+    assert (grower.counts.calls_invalid, grower.counts.calls_executed) == (1, 1)
 
 
 def test_tree_stays_on_the_engine_with_its_prefixes(scripted_engine: Start, sandbox_url: str) -> None:

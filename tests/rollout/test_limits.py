@@ -8,7 +8,8 @@ import pytest
 from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.config import EvalConfig, JobConfig, RolloutConfig
 from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
-from arpo_megatron.tasks.tags.calls import InvalidJson, Notice, ToolCall, result_text
+from arpo_megatron.tasks.protocols.base import InvalidCall, Notice, ToolCall
+from arpo_megatron.tasks.tags.calls import result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import LIMITS, Start, grow, planned, texts
@@ -25,7 +26,7 @@ def python(code: str) -> ToolCall:
     return ToolCall("python", {"code": code})
 
 
-def admitted(limits: RolloutLimits, *made: ToolCall | InvalidJson, room: int = 999) -> list[str]:
+def admitted(limits: RolloutLimits, *made: ToolCall | InvalidCall, room: int = 999) -> list[str]:
     """Return for each call how it is answered."""
     history: CallHistory = NO_CALLS
     found = []
@@ -52,9 +53,9 @@ def admitted(limits: RolloutLimits, *made: ToolCall | InvalidJson, room: int = 9
     ],
 )
 def test_calls_within_and_beyond_limits(changes: dict[str, Any], made: str, expected: list[str]) -> None:
-    calls: dict[str, ToolCall | InvalidJson] = {
+    calls: dict[str, ToolCall | InvalidCall] = {
         "s": ToolCall("search", {"query": "x"}),
-        "i": InvalidJson("add", "no object"),
+        "i": InvalidCall("add", "no object"),
     }
     assert admitted(replace(LIMITS, **changes), *(calls.get(letter, python(letter)) for letter in made)) == expected
 

@@ -174,23 +174,26 @@ def test_special_token_in_a_page_becomes_ordinary_tokens(tokenizer: PreTrainedTo
     page = f"a{tokenizer.eos_token}{tokenizer.pad_token} b"
     special = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     assert special <= set(codec.encode(page))  # as the text of a prompt
-    ids = result_tokens(page, encode=codec.encode_plain, decode=codec.decode, max_tokens=500)
+    ids = result_tokens(page, codec, 500)
     assert not special & set(ids)
     assert codec.decode(ids) == result_text(page)
     assert codec.encode("</result>") == ids[-1:]
 
 
 def test_large_result_is_cut_before_tokenization() -> None:
-    codec, encoded = CharacterCodec(), 0
+    encoded = 0
 
-    def encode(text: str) -> list[int]:
-        nonlocal encoded
-        encoded += len(text)
-        return codec.encode(text)
+    class Counting(CharacterCodec):
+        def encode_plain(self, text: str) -> list[int]:
+            nonlocal encoded
+            encoded += len(text)
+            return self.encode(text)
+
+    codec = Counting()
 
     answer = "".join(f"line {number}\n" for number in range(850_000))
     assert len(answer) > 10_000_000
-    ids = result_tokens(answer, encode=encode, decode=codec.decode, max_tokens=500)
+    ids = result_tokens(answer, codec, 500)
     assert len(ids) == 500
     empty = result_text("")
     middle = len(empty) - len("\n</result>")

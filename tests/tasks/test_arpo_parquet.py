@@ -11,6 +11,7 @@ import pytest
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.tiny import train_bpe
 from arpo_megatron.tasks.arpo_parquet import BadRow, read_parquet, read_texts
+from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS
 
 DATA = Path(os.environ.get("ARPO_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 real_data = pytest.mark.skipif(
@@ -105,7 +106,7 @@ def test_released_training_set_is_read_completely() -> None:
     assert read.bad_rows == (BadRow(5274, "the answer is missing"),)
     assert {task.source for task in read.tasks} == {"math", "qa"}
     assert len({task.id for task in read.tasks}) == len(read.tasks)
-    assert all("\x08" not in task.prompt_text and "\\boxed{answer here}" in task.prompt_text for task in read.tasks)
+    assert {task.messages[0]["content"] for task in read.tasks} == {ARPO_PROMPTS["arpo"]}
 
 
 @real_data

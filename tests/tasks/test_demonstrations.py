@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.models.tiny import generated_tokenizer
+from arpo_megatron.tasks.protocols.base import ToolCall
 from arpo_megatron.tasks.synthetic.demonstrations import LookupMistakes, demonstrate, lookup_mistakes
 from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, QuestionKind, generate
-from arpo_megatron.tasks.tags.calls import ToolCall, find_stop, parse_call, result_text
+from arpo_megatron.tasks.tags.calls import find_stop, parse_call, result_text
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
 TOKENIZER = generated_tokenizer()

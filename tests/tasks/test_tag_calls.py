@@ -1,14 +1,15 @@
 """The tag protocol accepts any text of a model, and never cuts the tags of a result."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo_megatron.tasks.protocols.base import Malformed, ToolCall
 from arpo_megatron.tasks.tags.calls import (
     ANSWER_STOP,
     STOP_STRINGS,
-    Malformed,
-    ToolCall,
     ends_inside_stop,
     find_stop,
     parse_call,
@@ -17,12 +18,19 @@ from arpo_megatron.tasks.tags.calls import (
 )
 
 
-def encode(text: str) -> list[int]:
-    return list(text.encode())
+class ByteCodec:
+    """One token per byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    encode_plain = encode
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
 
 
-def decode(ids: list[int]) -> str:
-    return bytes(ids).decode(errors="replace")
+CODEC = ByteCodec()
 
 
 @pytest.mark.parametrize(
@@ -90,27 +98,27 @@ def test_complete_stop_string_is_not_a_cut_one() -> None:
     assert find_stop("plain") is None
 
 
-@given(st.text(max_size=200), st.integers(len(encode(result_text(""))), 120))
+@given(st.text(max_size=200), st.integers(len(CODEC.encode(result_text(""))), 120))
 def test_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None:
-    ids = result_tokens(text, encode=encode, decode=decode, max_tokens=limit)
-    whole = encode(result_text(text))
+    ids = result_tokens(text, CODEC, limit)
+    whole = CODEC.encode(result_text(text))
     assert len(ids) <= max(limit, 0)
-    assert decode(ids).startswith(" <result>\n")
-    assert decode(ids).endswith("\n</result>")
+    assert CODEC.decode(ids).startswith(" <result>\n")
+    assert CODEC.decode(ids).endswith("\n</result>")
     if len(whole) <= limit:
         assert ids == whole
     else:
-        assert text.startswith(decode(ids)[len(" <result>\n") : -len("\n</result>")])
+        assert text.startswith(CODEC.decode(ids)[len(" <result>\n") : -len("\n</result>")])
 
 
 def test_half_a_character_of_a_page_is_replaced() -> None:
-    ids = result_tokens("nice \ud83d cut", encode=encode, decode=decode, max_tokens=100)
-    assert decode(ids) == result_text("nice \ufffd cut")
+    ids = result_tokens("nice \ud83d cut", CODEC, 100)
+    assert CODEC.decode(ids) == result_text("nice \ufffd cut")
 
 
 def test_limit_below_the_tags_is_an_error() -> None:
     with pytest.raises(ValueError, match="max_tool_tokens=5"):
-        result_tokens("x" * 50, encode=encode, decode=decode, max_tokens=5)
+        result_tokens("x" * 50, CODEC, 5)
 
 
 def test_answer_stops_only_if_configured() -> None:

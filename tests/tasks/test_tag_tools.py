@@ -9,13 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.tags.calls import InvalidJson, Malformed, ToolCall, parse_call
+from arpo_megatron.tasks.protocols.base import InvalidCall, Malformed, ToolCall
+from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition, select_tools
+from arpo_megatron.tasks.tags.calls import parse_call
 from arpo_megatron.tasks.tags.response import parse_response
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool, select_tools
 
 TEXT = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
 PAIR = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-TOOLS = select_tools(["count_words", "add"], {"count_words": TEXT, "add": PAIR, "python": {}})
+
+
+def offered(**schemas: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: {"name": name, "description": f"It is {name}.", "arguments": each} for name, each in schemas.items()}
+
+
+TOOLS = select_tools(["count_words", "add"], offered(count_words=TEXT, add=PAIR, python={}))
 ADD = TOOLS[1]
 
 
@@ -32,12 +39,12 @@ ADD = TOOLS[1]
     ],
 )
 def test_only_required_text_is_the_text_of_the_tag(schema: dict[str, Any], argument: str | None) -> None:
-    assert select_tools(["tool"], {"tool": schema}) == (TagTool("tool", argument),)
+    assert select_tools(["tool"], offered(tool=schema)) == (ToolDefinition("tool", argument, "It is tool.", schema),)
 
 
 def test_unknown_tool_is_refused_with_those_on_offer() -> None:
     with pytest.raises(UserError, match=r"does not offer 'cuont_words'; it offers add, count_words$"):
-        select_tools(["cuont_words"], {"count_words": TEXT, "add": PAIR})
+        select_tools(["cuont_words"], offered(count_words=TEXT, add=PAIR))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_calls_are_read(text: str, stop: str, call: ToolCall | Malformed) -> Non
 )
 def test_text_that_is_no_json_object_becomes_an_error_result(content: str) -> None:
     outcome = parse_call(f"<add>{content}</add>", "</add>", TOOLS)
-    assert isinstance(outcome, InvalidJson)
+    assert isinstance(outcome, InvalidCall)
     assert "<add>" in outcome.result
     outcome.result.encode()
 

@@ -27,8 +27,9 @@ from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Respons
 from arpo_megatron.rollout.limits import NO_CALLS, RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.protocols.base import Malformed, ToolCall
+from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
 from arpo_megatron.tasks.tags import calls
-from arpo_megatron.tasks.tags.tools import DEFAULT_TOOLS, TagTool
 from arpo_megatron.tree import Finish
 from arpo_megatron.utils import chat_client
 from arpo_megatron.utils.text import whole_characters
@@ -162,7 +163,7 @@ class ServerAgent:
         self,
         client: openai.AsyncOpenAI,
         sandbox: ToolClient | None,
-        tags: Sequence[TagTool],
+        tags: Sequence[ToolDefinition],
         pending: PendingQuestion,
         number: int,
     ) -> Response:
@@ -191,7 +192,7 @@ class ServerAgent:
         self,
         client: openai.AsyncOpenAI,
         sandbox: ToolClient | None,
-        tags: Sequence[TagTool],
+        tags: Sequence[ToolDefinition],
         pending: PendingQuestion,
         number: int,
     ) -> AgentResponse:
@@ -215,14 +216,14 @@ class ServerAgent:
             if stop is None or sandbox is None:
                 return trajectory.response(Finish.LENGTH if answer.finish_reason == "length" else Finish.END, began)
             call = calls.parse_call(text, stop, tags)
-            if isinstance(call, calls.Malformed):
+            if isinstance(call, Malformed):
                 return trajectory.response(Finish.MALFORMED, began)
             admitted = limits.admit(call, history, limits.max_response_tokens - trajectory.length)
             if admitted is None:
                 return trajectory.response(Finish.CALL_LIMIT, began)
             allowed, history = admitted
             trajectory.tool_calls += 1
-            if not isinstance(allowed, calls.ToolCall):
+            if not isinstance(allowed, ToolCall):
                 status, result = allowed.status, allowed.result
             else:
                 called = await sandbox.call(
@@ -350,7 +351,7 @@ def served_model(url: str, config: JobConfig, log: Log = lambda _text: None) -> 
     return found[0]
 
 
-def split_call(text: str, stopped: bool, tools: Sequence[TagTool]) -> tuple[str, str | None]:
+def split_call(text: str, stopped: bool, tools: Sequence[ToolDefinition]) -> tuple[str, str | None]:
     """Return the text up to the end of its tool call, and the closing tag; the whole text and None without a call.
 
     Servers cut the stop string off. It is restored if the model stopped inside an open call and outside its thoughts.

@@ -1,4 +1,4 @@
 """The tag protocol between model and tools, for sampling and for scoring.
 
-May import `utils` only.
+May import `tasks.protocols`, `tasks.arpo_parquet`, `config` and `utils`.
 """

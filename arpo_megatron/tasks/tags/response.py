@@ -6,25 +6,13 @@ r"""The tag format of a finished trajectory, and its answer.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from arpo_megatron.config.validation import PROTOCOL_TAGS
-from arpo_megatron.tasks.tags.tools import DEFAULT_NAMES
+from arpo_megatron.tasks.protocols.base import Parsed
+from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES
 
 _RESULT = re.compile(r"\s*<result>")
 _BOX = re.compile(r"\\boxed\s*\{")
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """The tags of a response, parsed."""
-
-    reason: str
-    """The first rule that is broken; empty if none is."""
-    answer: str | None
-    """Content of the last box in the answer; None if the format is broken."""
-    tools: frozenset[str]
-    """Names of the tools that were called and answered."""
 
 
 def parse_response(text: str, tools: Sequence[str] = DEFAULT_NAMES) -> Parsed:
@@ -44,6 +32,24 @@ def parse_response(text: str, tools: Sequence[str] = DEFAULT_NAMES) -> Parsed:
         return Parsed(f"{len(scan.answers)} answers instead of one", None, frozenset(scan.tools))
     answer = last_boxed(scan.answers[0])
     return Parsed("" if answer is not None else "no \\boxed{} in the answer", answer, frozenset(scan.tools))
+
+
+def parse_last_turn(text: str, called: frozenset[str]) -> Parsed:
+    r"""Check the last turn of a response whose calls are turns of their own: exactly one <answer> with a \boxed{}.
+
+    A chat template may begin the turn inside a thought, so only what follows the last </think> counts.
+    """
+    answer_part = text.rpartition("</think>")[2]
+    if "<think>" in answer_part:
+        return Parsed("<think> is not paired", None, called)
+    scan = _Scan(answer_part, ())
+    reason = scan.run()
+    if not reason and len(scan.answers) != 1:
+        reason = f"{len(scan.answers)} answers instead of one"
+    if reason:
+        return Parsed(reason, None, called)
+    answer = last_boxed(scan.answers[0])
+    return Parsed("" if answer is not None else "no \\boxed{} in the answer", answer, called)
 
 
 def last_boxed(text: str) -> str | None:

@@ -1,0 +1,133 @@
+"""The call protocol of a model's own chat template, with calls read by SGLang's parser of that model's format."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from arpo_megatron.engine.function_calls import ParsedTurn
+from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.arpo_parquet import ChatTokenizer
+from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.protocols.base import (
+    InvalidCall,
+    Parsed,
+    Reading,
+    TextCodec,
+    ToolCall,
+    TurnFrame,
+    read_arguments,
+)
+from arpo_megatron.tasks.protocols.hermes import UNKNOWN
+from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
+from arpo_megatron.tasks.tags.response import parse_last_turn
+
+_ANSWER = 'answer-of-the-"tool"'
+"""Stands for a result in a rendered conversation. Its quotes show whether the template writes results as JSON."""
+_CALL_ID = "call00000"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateProtocol:
+    """The model ends its turn itself; the turn's call, if there is one, is in the format of its chat template.
+
+    A turn has one call. A turn with several, with an unknown tool, or with text that the parser takes for a call and
+    cannot read gets an error as its result.
+    """
+
+    tools: tuple[ToolDefinition, ...] = DEFAULT_TOOLS
+    parser: str | None = None
+    """SGLang's name of the format."""
+    model: Path | None = None
+    """Hugging Face directory with tokenizer and chat template."""
+    parse: Callable[[str, Sequence[dict[str, Any]], str], Awaitable[ParsedTurn]] | None = None
+    """SGLang's parser."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """No stop string: a turn ends with the end-of-sequence token, which the model samples."""
+        return ()
+
+    async def read_call(self, text: str, stop: str | None) -> Reading:
+        """Read the call of a turn."""
+        if self.parse is None or self.parser is None:
+            raise AssertionError("a protocol that reads calls has a parser")
+        spoken = text.rpartition("</think>")[2]
+        turn = await self.parse(spoken, [tool.function() for tool in self.tools], self.parser)
+        if not turn.calls:
+            return None if turn.text.strip() == spoken.strip() else _invalid("it cannot be read")
+        if len(turn.calls) > 1:
+            return _invalid(f"the turn has {len(turn.calls)} calls; make one call a turn")
+        (call,) = turn.calls
+        names = [tool.name for tool in self.tools]
+        if call.name not in names:
+            return _invalid(f"there is no tool {call.name!r}; the tools are {', '.join(names)}")
+        try:
+            return ToolCall(call.name, read_arguments(call.arguments))
+        except ValueError as error:
+            return _invalid(f"its arguments are not a JSON object ({error})")
+
+    def result_text(self, text: str) -> str:
+        """Return what the chat template writes after a turn for a tool message, and the start of the next turn."""
+        return self._frame().text(text)
+
+    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
+        """Return the tokens of `result_text`."""
+        return self._frame().tokens(text, codec, max_tokens)
+
+    def _frame(self) -> TurnFrame:
+        if self.model is None:
+            raise AssertionError("a protocol that inserts results has a chat template")
+        return template_frame(self.model)
+
+    def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
+        """Return the conversation with the tools as the template describes them."""
+        if tokenizer is None or not tokenizer.chat_template:
+            raise UserError("rollout.protocol=template needs a model with a chat template")
+        loaded: Any = tokenizer
+        functions = [tool.function() for tool in self.tools]
+        turns = [dict(message) for message in messages]
+        return str(loaded.apply_chat_template(turns, tools=functions, tokenize=False, add_generation_prompt=True))
+
+    def describe(self) -> str:
+        """Return "": the template describes the tools."""
+        return ""
+
+    def read_response(self, text: str, last_turn: str, called: frozenset[str]) -> Parsed:
+        """Check the answer of the last turn."""
+        return parse_last_turn(last_turn, called)
+
+
+def _invalid(reason: str) -> InvalidCall:
+    return InvalidCall(UNKNOWN, f"Error: the call cannot be executed: {reason}.")
+
+
+@lru_cache
+def template_frame(model: Path) -> TurnFrame:
+    """Return the text that a chat template writes around a result, after the token that ends the model's turn.
+
+    Raises:
+        UserError: the template has no tool messages, or does not end a turn with the end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    where = f"rollout.protocol=template: the chat template of {model}"
+    if not tokenizer.chat_template:
+        raise UserError(f"{where} is missing: choose rollout.protocol=hermes or tags")
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": "tool", "arguments": {"argument": "value"}}}
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "name": "tool", "tool_call_id": _CALL_ID, "content": _ANSWER}
+    try:
+        called = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        answered = str(tokenizer.apply_chat_template([*turns, result], tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # whatever the template raises
+        raise UserError(f"{where} refuses a tool message: {error}") from None
+    end, escaped = str(tokenizer.eos_token), dumps(_ANSWER)[1:-1]
+    written = escaped if escaped in answered else _ANSWER
+    if not answered.startswith(called) or end not in called or written not in answered[len(called) :]:
+        raise UserError(f"{where} does not append a tool message after {end}: choose rollout.protocol=hermes or tags")
+    before, _, after = answered[called.rindex(end) + len(end) :].partition(written)
+    return TurnFrame(before, after, as_json=written is escaped)
