@@ -56,9 +56,14 @@ def _tools_except_python(config: SandboxConfig) -> list[Tool]:
     # Imported late: a service without search or browse should not load their dependencies.
     tools: list[Tool] = []
     if config.search.sources or config.search.engine != "local":
-        from tools_sandbox.search.tool import SearchTool
+        if config.search.pages is not None:
+            from tools_sandbox.deep_search import DeepSearchTool
 
-        tools.append(SearchTool(config.search))
+            tools.append(DeepSearchTool(config))
+        else:
+            from tools_sandbox.search.tool import SearchTool
+
+            tools.append(SearchTool(config.search))
     if config.browse.enabled:
         from tools_sandbox.browse.parser import PageParser
         from tools_sandbox.browse.tool import BrowseTool

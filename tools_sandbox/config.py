@@ -134,6 +134,35 @@ class WebConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class SummaryConfig:
+    """A model behind an OpenAI-compatible endpoint that summarises pages before they are returned."""
+
+    url: str
+    """Base address, e.g. http://127.0.0.1:30000/v1."""
+    model: str
+    """Name of the model at the endpoint."""
+    key_variable: str | None = None
+    """Environment variable that holds the key, if the endpoint needs one."""
+    max_tokens: Positive = 512
+    """Longest summary in tokens."""
+    timeout_s: Seconds = 60.0
+    """Time limit of the request in seconds. If the summary fails, the page itself is returned, with a note."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PagesConfig:
+    """Web search that reads the pages of its results (engine "web"). Section `browse` has the limits of reading."""
+
+    results: Positive = 5
+    """Number of results whose pages are read. Those without a readable page keep their snippets."""
+    context_chars: Positive = 3000
+    """Characters of a page before and after the sentence that is most like the snippet. Without such a sentence, the
+    first `2 * context_chars` characters are taken."""
+    summary: SummaryConfig | None = None
+    """Model that answers the query from the pages. None: return their text."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class SearchConfig:
     """The search tool. It is not offered if `sources` is empty and `engine` is "local"."""
 
@@ -152,22 +181,8 @@ class SearchConfig:
     """Longest snippet of one result in characters. Longer documents are cut into passages of at most this length."""
     max_results: Positive = 10
     """Largest number of results of one query, and the number for a caller that asks for none."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class SummaryConfig:
-    """A model behind an OpenAI-compatible endpoint that summarises pages before they are returned."""
-
-    url: str
-    """Base address, e.g. http://127.0.0.1:30000/v1."""
-    model: str
-    """Name of the model at the endpoint."""
-    key_variable: str | None = None
-    """Environment variable that holds the key, if the endpoint needs one."""
-    max_tokens: Positive = 512
-    """Longest summary in tokens."""
-    timeout_s: Seconds = 60.0
-    """Time limit of the request in seconds. If the summary fails, the page itself is returned, with a note."""
+    pages: PagesConfig | None = None
+    """Read the pages of the results. None: return their snippets."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -29,7 +29,7 @@ _CACHE_FILE, _COUNT_FILE = "tool_answers.sqlite", "paid_requests"
 """Names in the run directory: a resumed run continues with them."""
 _SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
-_WITH_KEY_VARIABLE = ("search.web", "browse.summary")
+_WITH_KEY_VARIABLE = ("search.web", "search.pages.summary", "browse.summary")
 _RELATIVE = ("./", "../")
 
 

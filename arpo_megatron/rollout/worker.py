@@ -44,8 +44,8 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.utils.processes import raise_file_limit
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.utils.processes import raise_file_limit
 
 
 class TokenizerCodec:

@@ -99,7 +99,7 @@ NO_METHOD = {"epochs", "random", "format", "length", "tool_calls"}
 COMPONENTS = [
     (point, name)
     for point in BUILTIN
-    if point is not ExtensionPoint.PRESET
+    if point not in (ExtensionPoint.PRESET, ExtensionPoint.CALL_PROTOCOL)
     for name in BUILTIN[point]
     if name not in NO_METHOD
 ]

@@ -66,6 +66,8 @@ class _Provider:
     """Path to the list of hits in the answer."""
     text: str
     """Field of a hit with its snippet."""
+    address: str
+    """Field of a hit with the address of its page."""
 
 
 _PROVIDERS = {
@@ -76,6 +78,7 @@ _PROVIDERS = {
         lambda query, k: {"json": {"q": query, "num": k}},
         ("organic",),
         "snippet",
+        "link",
     ),
     "brave": _Provider(
         "https://api.search.brave.com/res/v1/web/search",
@@ -84,11 +87,22 @@ _PROVIDERS = {
         lambda query, k: {"params": {"q": query, "count": str(min(k, 20))}},
         ("web", "results"),
         "description",
+        "url",
     ),
     "searxng": _Provider(
-        None, "GET", None, lambda query, k: {"params": {"q": query, "format": "json"}}, ("results",), "content"
+        None, "GET", None, lambda query, k: {"params": {"q": query, "format": "json"}}, ("results",), "content", "url"
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class WebHit:
+    """A result of web search."""
+
+    snippet: str
+    title: str
+    url: str
+    """Address of its page; "" if the provider names none."""
 
 
 class WebEngine:
@@ -131,6 +145,10 @@ class WebEngine:
 
     async def search(self, query: str, k: int) -> list[str]:
         """Return at most k snippets in the provider's order. Raises RequestFailed."""
+        return [hit.snippet for hit in await self.hits(query, k)]
+
+    async def hits(self, query: str, k: int) -> list[WebHit]:
+        """Return at most k results in the provider's order. Raises RequestFailed."""
         assert self._session is not None
         answer = await request_json(
             self._session,
@@ -145,6 +163,8 @@ class WebEngine:
         try:
             for name in self._provider.hits:
                 answer = answer.get(name, {})  # a provider that found nothing omits the list
-            return [str(hit[self._provider.text]) for hit in answer or [] if hit.get(self._provider.text)][:k]
+            text, address = self._provider.text, self._provider.address
+            found = [hit for hit in answer or [] if hit.get(text)][:k]
+            return [WebHit(str(hit[text]), str(hit.get("title") or ""), str(hit.get(address) or "")) for hit in found]
         except (AttributeError, KeyError, TypeError) as error:
             raise RequestFailed(f"{self._url} answered in another format") from error

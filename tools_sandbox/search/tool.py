@@ -111,13 +111,21 @@ class SearchTool(Tool):
             return ToolResult("error", 'Argument "query" is empty; say what to look for.')
         k = min(arguments.k or self._config.max_results, self._config.max_results)
         pages = self._index.remembered(arguments.query) if self._index else None
-        if pages is None:
-            try:
-                pages = await self._engine.search(arguments.query, k)
-            except RequestFailed as error:
-                if error.status in _REJECTED:
-                    return ToolResult("error", f"The search engine does not accept the query (HTTP {error.status}).")
-                raise ToolBroken(str(error), blocked=error.blocked) from error
+        if pages is not None:
+            return self.listed(pages[:k])
+        try:
+            return await self.find(arguments.query, k, timeout_s)
+        except RequestFailed as error:
+            if error.status in _REJECTED:
+                return ToolResult("error", f"The search engine does not accept the query (HTTP {error.status}).")
+            raise ToolBroken(str(error), blocked=error.blocked) from error
+
+    async def find(self, query: str, k: int, timeout_s: float) -> ToolResult:
+        """Ask the engine. Raises RequestFailed."""
+        return self.listed(await self._engine.search(query, k))
+
+    def listed(self, pages: list[str]) -> ToolResult:
+        """Return snippets as "Page 1: ..." lines, or NO_RESULTS."""
         limit = self._config.snippet_chars
-        lines = [f"Page {number}: {' '.join(page.split())[:limit]}" for number, page in enumerate(pages[:k], start=1)]
+        lines = [f"Page {number}: {' '.join(page.split())[:limit]}" for number, page in enumerate(pages, start=1)]
         return ToolResult("ok", "\n".join(lines)) if lines else ToolResult("ok", NO_RESULTS, negative=True)

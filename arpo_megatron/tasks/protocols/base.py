@@ -75,7 +75,7 @@ class Malformed:
 
 
 Reading = ToolCall | InvalidCall | Malformed | None
-"""What a turn ends with; None: no call, so the trajectory ends."""
+"""The call that ends a turn; None: there is none, so the trajectory ends."""
 
 
 @dataclass(frozen=True, slots=True)
