@@ -1,7 +1,8 @@
 """Take the pictures of the README and docs/ of the pages of `arpo view`: scripts/screenshots.py RUN_DIR STEP TREE.
 
-Needs Chromium (`apt-get install chromium`). With a folder as a fourth argument, the pictures go there, and every page
-is taken light, dark and 390 pixels wide, to look at them after a change.
+Needs Chromium (`apt-get install chromium`). Starts an engine with the run's export, which grows a branch again. With a
+folder as a fourth argument, no engine is started, the pictures go there, and every page is taken light, dark and 390
+pixels wide, to look at them after a change.
 """
 
 import asyncio
@@ -46,6 +47,9 @@ async def pictures(address: str, run: str, step: str, tree: str, folder: Path | 
             for kind, file in (("run", "view-run.png"), ("tree", "view.png")):
                 await page.open(places[kind], DRAWN[kind])
                 await take(page, IMAGES / file)
+            await page.value("document.querySelector('[data-key=\"grow 0\"]').click()")
+            await page.until("document.querySelector('.growth')")
+            await take(page, IMAGES / "view-grown.png")
             return
         folder.mkdir(parents=True, exist_ok=True)
         for colors in ("light", "dark"):
@@ -62,6 +66,7 @@ def main() -> None:
         sys.exit("usage: scripts/screenshots.py RUN_DIR STEP TREE [FOLDER]")
     run, step, tree, *folder = sys.argv[1:]
     command = [sys.executable, "-m", "arpo_megatron", "view", run, "--port", "0"]
+    command += [] if folder else ["--grow", run]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         try:

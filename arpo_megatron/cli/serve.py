@@ -61,6 +61,10 @@ def chat(
         str, typer.Argument(metavar="RUN|EXPORT|URL", help="What to serve and talk to, or the URL of `arpo serve`.")
     ],
     overrides: Overrides = None,
+    show_entropy: Annotated[
+        bool,
+        typer.Option("--show-entropy", help="Color uncertain text: yellow from 0.2 nats, red from 0.7, bold from 1.5."),
+    ] = False,
 ) -> None:
     """Talk to an agent in the terminal: its text as it is written, its tool calls, and their results.
 
@@ -73,10 +77,10 @@ def chat(
 
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
-        talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal)
+        talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal, show_entropy=show_entropy)
         return
     from arpo_megatron.serving.serve import serving
     from arpo_megatron.view.server import listen
 
     with serving(target, overrides or (), listen("127.0.0.1", 0)) as (url, key):
-        talk(url, key, console=console, read=from_terminal)
+        talk(url, key, console=console, read=from_terminal, show_entropy=show_entropy)

@@ -1,12 +1,21 @@
 """`arpo view`: the pages of runs and trees."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from arpo_megatron.cli.options import Panel
+from arpo_megatron.cli.serve import TOKEN_VARIABLE
+from arpo_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from arpo_megatron.view.grow import Grower
 
 app = typer.Typer()
 
@@ -30,6 +39,13 @@ def view(
         Path | None, typer.Option(help="Write the pages to this file, which needs no server, and stop.")
     ] = None,
     trees: Annotated[int, typer.Option(min=0, help="With --html: most trees of each run in the file.")] = 24,
+    grow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|EXPORT|URL",
+            help="Serve this agent, or use that of `arpo serve`: the page can then sample continuations at any node.",
+        ),
+    ] = None,
 ) -> None:
     """Show runs and their trees in a browser, live while they train, or as one HTML file.
 
@@ -41,8 +57,28 @@ def view(
     from arpo_megatron.view.server import serve
 
     pages = Pages(find_runs(run_dirs))
-    if html is None:
-        serve(pages, host=host, port=port, with_token=token)
+    if html is not None:
+        if grow is not None:
+            raise UserError("--grow needs a server: leave out --html")
+        size = write_html(pages, html, trees=trees)
+        print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
         return
-    size = write_html(pages, html, trees=trees)
-    print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
+    with nullcontext() if grow is None else _agent(grow) as grower:
+        serve(replace(pages, grower=grower), host=host, port=port, with_token=token)
+
+
+@contextmanager
+def _agent(target: str) -> Iterator["Grower"]:
+    """Yield the agent at a URL, or serve one inside the block. Raises UserError if it does not answer."""
+    from arpo_megatron.view.grow import MAX_CONTINUATIONS, Grower
+
+    if target.startswith(("http://", "https://")):
+        grower = Grower(target, os.environ.get(TOKEN_VARIABLE, ""))
+        grower.weights()
+        yield grower
+        return
+    from arpo_megatron.serving.serve import serving
+    from arpo_megatron.view.server import listen
+
+    with serving(target, (), listen("127.0.0.1", 0), concurrency=MAX_CONTINUATIONS) as (url, key):
+        yield Grower(url, key)

@@ -6,25 +6,41 @@ Token ids in, token ids out, as in training: sampled text is never tokenized aga
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from typing import Any
 
 import aiohttp
 
 from arpo_megatron.engine.request import EngineFinish, Sampling
-from arpo_megatron.engine.stream import stream_generation
-from arpo_megatron.rollout.limits import NO_CALLS, RolloutLimits
+from arpo_megatron.engine.stream import StreamedTokens, stream_generation
+from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.protocols.base import Malformed, Reading, TextCodec, ToolCall
 from arpo_megatron.tasks.tags.calls import ANSWER_STOP
+from arpo_megatron.tree import Finish
 
 _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One token of the model."""
+
+    id: int
+    logprob: float | None
+    """In nats; None if it was not asked for."""
+    entropy: float | None
+    """Entropy of the distribution that it was drawn from, in nats; None if the engine does not compute it."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that the model has written since the last one, without its end-of-sequence token."""
+    """Text and tokens that the model has written since the last one."""
 
     text: str
+    """Whole characters, without the end-of-sequence token."""
+    tokens: tuple[SampledToken, ...] = ()
+    """The tokens since the last one, the end-of-sequence token included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +53,8 @@ class ToolStep:
     """The text that the model reads."""
     status: str
     seconds: float
+    token_ids: tuple[int, ...] = ()
+    """The inserted result, with its tags."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -47,11 +65,18 @@ class ToolStep:
 class Ended:
     """The end of the agent's answer."""
 
-    reason: str
-    """OpenAI's word: "stop" or "length"."""
+    finish: Finish
+    """Why the last turn of the model ended; for a call, why the call had no result."""
     prompt_tokens: int
     completion_tokens: int
     """Tokens that the model sampled; those of tool results are not counted."""
+    weight_version: int = 0
+    """Version of the weights that sampled the last turn."""
+
+    @property
+    def reason(self) -> str:
+        """OpenAI's word: "stop" or "length"."""
+        return "length" if self.finish is Finish.LENGTH else "stop"
 
 
 Event = TextDelta | ToolStep | Ended
@@ -71,7 +96,13 @@ class Agent:
     """Messages -> the text that the model is prompted with."""
 
     async def answer(
-        self, messages: Sequence[dict[str, str]], sampling: Sampling, max_tokens: int | None, trajectory_id: str
+        self,
+        messages: Sequence[dict[str, str]],
+        sampling: Sampling,
+        max_tokens: int | None,
+        trajectory_id: str,
+        *,
+        logprobs: bool = False,
     ) -> AsyncIterator[Event]:
         """Yield the events of one answer; the last one is `Ended`.
 
@@ -80,18 +111,31 @@ class Agent:
             sampling: how tokens are drawn.
             max_tokens: most tokens of the answer, tool results included; None: the limit of the agent.
             trajectory_id: names the conversation to the tool service.
+            logprobs: ask for the log-probs of tokens.
 
         Raises:
             ValueError: the conversation has no room for an answer.
             EngineRefusedError, aiohttp.ClientError: the engine failed.
             SandboxUnavailable: the tool service failed.
         """
-        limits = self.limits
-        ids = list(self.codec.encode(self.prompt(messages)))
-        room = min(limits.max_length - len(ids), limits.max_response_tokens, max_tokens or limits.max_response_tokens)
+        ids = self.codec.encode(self.prompt(messages))
+        start = Start(ids, len(ids))
+        async for event in self.proceed(start, sampling, max_tokens, trajectory_id, logprobs=logprobs):
+            yield event
+
+    async def proceed(
+        self, start: "Start", sampling: Sampling, max_tokens: int | None, trajectory_id: str, *, logprobs: bool = False
+    ) -> AsyncIterator[Event]:
+        """Yield the events of one continuation of given tokens; arguments and errors are those of `answer`."""
+        limits, ids = self.limits, list(start.token_ids)
+        room = min(
+            limits.max_length - len(ids),
+            start.prompt_tokens + limits.max_response_tokens - len(ids),
+            max_tokens or limits.max_length,
+        )
         if room <= 0:
             raise ValueError(f"the conversation has {len(ids)} tokens; the model's context has {limits.max_length}")
-        state = _State(prompt=len(ids), ids=ids, end=len(ids) + room)
+        state = _State(prompt=len(ids), ids=ids, end=len(ids) + room, history=start.history)
         while state.left > 0:
             turn = _Turn(self.codec)
             async for streamed in stream_generation(
@@ -102,43 +146,58 @@ class Agent:
                 max_new_tokens=min(state.left, limits.max_turn_tokens or state.left),
                 sampling=sampling,
                 stop=limits.stops,
+                logprobs=logprobs,
             ):
-                written = streamed.token_ids[:-1] if streamed.finish is EngineFinish.END_TOKEN else streamed.token_ids
-                if text := turn.read(written, last=streamed.finish is not None):
-                    yield TextDelta(text)
+                if delta := turn.read(streamed):
+                    yield delta
             state.sampled += len(streamed.token_ids)
+            state.version = streamed.weight_version
             state.ids.extend(streamed.token_ids)
             stop = streamed.matched
             if streamed.finish is EngineFinish.LENGTH or stop == ANSWER_STOP:
-                yield state.ended("length" if streamed.finish is EngineFinish.LENGTH else "stop")
+                yield state.ended(Finish.LENGTH if streamed.finish is EngineFinish.LENGTH else Finish.END)
                 return
             step = await self._call(await limits.protocol.read_call(turn.text, stop), state, trajectory_id)
-            if step is None:
-                yield state.ended("stop")
+            if isinstance(step, Finish):
+                yield state.ended(step)
                 return
             yield step
-            state.ids.extend(self._result_tokens(step.result))
-        yield state.ended("length")
+            state.ids.extend(step.token_ids)
+        yield state.ended(Finish.LENGTH)
 
-    async def _call(self, call: Reading, state: "_State", trajectory_id: str) -> ToolStep | None:
-        """Answer a call; None if the answer ends."""
-        if call is None or isinstance(call, Malformed):
-            return None
+    async def _call(self, call: Reading, state: "_State", trajectory_id: str) -> ToolStep | Finish:
+        """Answer a call, or return why the answer ends."""
+        if call is None:
+            return Finish.END
+        if isinstance(call, Malformed):
+            return Finish.MALFORMED
         admitted = self.limits.admit(call, state.history, state.left)
         if admitted is None:
-            return None
+            return Finish.CALL_LIMIT
         allowed, state.history = admitted
         if not isinstance(allowed, ToolCall):
-            return ToolStep(allowed.tool, {}, allowed.result, allowed.status, 0.0)
+            return ToolStep(allowed.tool, {}, allowed.result, allowed.status, 0.0, self._tokens(allowed.result))
         began = time.monotonic()
         arguments = dict(allowed.arguments)
         answer = await self.tools.call(
             allowed.tool, arguments, trajectory_id=trajectory_id, timeout_s=self.limits.tool_timeout_s
         )
-        return ToolStep(allowed.tool, arguments, answer.text, answer.status, round(time.monotonic() - began, 3))
+        seconds = round(time.monotonic() - began, 3)
+        return ToolStep(allowed.tool, arguments, answer.text, answer.status, seconds, self._tokens(answer.text))
 
-    def _result_tokens(self, text: str) -> list[int]:
-        return self.limits.protocol.result_tokens(text, self.codec, self.limits.max_tool_tokens)
+    def _tokens(self, result: str) -> tuple[int, ...]:
+        return tuple(self.limits.protocol.result_tokens(result, self.codec, self.limits.max_tool_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The tokens that an answer continues."""
+
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    """How many of them are the prompt; the others count towards the limit of an answer."""
+    history: CallHistory = NO_CALLS
+    """The calls among them."""
 
 
 @dataclass(slots=True)
@@ -149,15 +208,16 @@ class _State:
     ids: list[int]
     end: int
     """Largest number of tokens, prompt included."""
+    history: CallHistory
     sampled: int = 0
-    history: Any = NO_CALLS
+    version: int = 0
 
     @property
     def left(self) -> int:
         return self.end - len(self.ids)
 
-    def ended(self, reason: str) -> Ended:
-        return Ended(reason, self.prompt, self.sampled)
+    def ended(self, finish: Finish) -> Ended:
+        return Ended(finish, self.prompt, self.sampled, self.version)
 
 
 @dataclass(slots=True)
@@ -167,10 +227,17 @@ class _Turn:
     codec: TextCodec
     text: str = ""
     _sent: int = field(default=0)
+    _tokens_sent: int = field(default=0)
 
-    def read(self, token_ids: Sequence[int], *, last: bool) -> str:
-        """Return the text that is new; half a character waits for its rest."""
-        self.text = self.codec.decode(list(token_ids))
+    def read(self, streamed: StreamedTokens) -> TextDelta | None:
+        """Return what is new; half a character waits for its rest."""
+        ids, last = streamed.token_ids, streamed.finish is not None
+        written = ids[:-1] if streamed.finish is EngineFinish.END_TOKEN else ids
+        self.text = self.codec.decode(list(written))
         whole = len(self.text) if last else len(self.text.rstrip(_REPLACEMENT))
-        new, self._sent = self.text[self._sent : whole], max(self._sent, whole)
-        return new
+        new = self.text[self._sent : whole]
+        if not new and not last:
+            return None
+        first, self._sent, self._tokens_sent = self._tokens_sent, max(self._sent, whole), len(ids)
+        details = zip_longest(ids, streamed.logprobs, streamed.entropies)
+        return TextDelta(new, tuple(SampledToken(*each) for each in islice(details, first, len(ids))))

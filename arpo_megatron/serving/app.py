@@ -1,14 +1,16 @@
 """The OpenAI-compatible interface of `arpo serve`: chat completions with the tool loop inside, models, health, metrics.
 
 `content` is what the model writes, its calls included. The extension field `tool_steps` has each call's name,
-arguments, result, status and seconds; in a stream it comes as `delta.tool_steps`.
+arguments, result, status and seconds; in a stream it comes as `delta.tool_steps`. With `logprobs`, each token also has
+the extension field `entropy`, in nats. `/v1/continuations` samples from the middle of a trajectory.
 """
 
 import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,10 +26,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
-from arpo_megatron.serving.agent import Agent, Ended, TextDelta, ToolStep
+from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
+from arpo_megatron.serving.continuations import ContinuationRequest, continuations
 from tools_sandbox.client import SandboxError
 
 MAX_BODY_BYTES = 4 * 2**20
+_REFUSED = (ValueError, EngineRefusedError)
+"""The request cannot be answered."""
+_UNAVAILABLE = (aiohttp.ClientError, SandboxError, TimeoutError)
+"""A service cannot be reached."""
 
 
 class ChatMessage(BaseModel):
@@ -49,6 +56,7 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     n: Literal[1] | None = None
+    logprobs: bool = False
 
 
 @dataclass(slots=True)
@@ -68,10 +76,12 @@ class Served:
     """Pass requests through to the engine instead of running the agent."""
     system: str | None = None
     """System prompt of conversations that have none."""
+    weights: str = ""
+    """Where the weights come from, for readers."""
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("requests", "errors", "tool_calls"), 0))
     running: int = 0
 
-    def sampling_of(self, request: ChatRequest) -> Sampling:
+    def sampling_of(self, request: "ChatRequest | ContinuationRequest") -> Sampling:
         """Return the sampling of a request: its values, else the defaults."""
         own = self.sampling
         return Sampling(
@@ -87,7 +97,7 @@ def application(served: Served) -> Starlette:
     """Return the web application."""
 
     async def models(_: Request) -> Response:
-        entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo"}
+        entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo", "weights": served.weights}
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def health(_: Request) -> Response:
@@ -102,24 +112,27 @@ def application(served: Served) -> Starlette:
         rows = {**{f"{name}_total": value for name, value in served.counts.items()}, "running": served.running}
         return PlainTextResponse("".join(f"arpo_serve_{name} {value:g}\n" for name, value in rows.items()))
 
-    async def chat(request: Request) -> Response:
+    async def generate(request: Request) -> Response:
         if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
             return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         body = await request.body()
         if served.running >= served.concurrency:
             return _error(429, f"{served.concurrency} answers are in progress; try again")
         served.counts["requests"] += 1
-        if served.plain:
+        chat = request.url.path.endswith("/chat/completions")
+        if served.plain and chat:
             return await _pass_through(served, body)
         try:
-            wanted = ChatRequest.model_validate_json(body)
+            if chat:
+                return await _answer(served, ChatRequest.model_validate_json(body))
+            return await _continue(served, ContinuationRequest.model_validate_json(body))
         except ValidationError as error:
             fault = error.errors()[0]
             return _error(400, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
-        return await _answer(served, wanted)
 
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions", generate, methods=["POST"]),
+        Route("/v1/continuations", generate, methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", health),
         Route("/metrics", metrics),
@@ -149,39 +162,83 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
         messages.insert(0, {"role": "system", "content": served.system})
     identity = f"chatcmpl-{uuid.uuid4().hex}"
     most = wanted.max_completion_tokens or wanted.max_tokens
-    events = served.agent.answer(messages, served.sampling_of(wanted), most, identity)
+    events = served.agent.answer(messages, served.sampling_of(wanted), most, identity, logprobs=wanted.logprobs)
     head = {"id": identity, "created": int(time.time()), "model": served.model}
     if wanted.stream:
-        return StreamingResponse(_stream(served, events, head), media_type="text/event-stream")
-    text, steps, ended = "", [], None
-    served.running += 1
-    try:
+        return StreamingResponse(_stream(served, events, head, wanted.logprobs), media_type="text/event-stream")
+    text, steps = "", []
+    tokens: list[SampledToken] = []
+    async with _counted(served) as failed:
         async for event in events:
             match event:
                 case TextDelta():
                     text += event.text
+                    tokens += event.tokens
                 case ToolStep():
                     served.counts["tool_calls"] += 1
                     steps.append(event.to_dict())
                 case Ended():
                     ended = event
-    except (ValueError, EngineRefusedError) as error:
-        served.counts["errors"] += 1
-        return _error(400, str(error))
-    except (aiohttp.ClientError, SandboxError, TimeoutError) as error:
-        served.counts["errors"] += 1
-        return _error(503, str(error) or type(error).__name__)
-    finally:
-        served.running -= 1
-    assert ended is not None
+    if failed:
+        return failed[0]
     message = {"role": "assistant", "content": text, "tool_steps": steps}
-    choice = {"index": 0, "message": message, "finish_reason": ended.reason, "logprobs": None}
+    logprobs = _logprobs(served, tokens) if wanted.logprobs else None
+    choice = {"index": 0, "message": message, "finish_reason": ended.reason, "logprobs": logprobs}
     return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(ended)})
 
 
-async def _stream(served: Served, events: AsyncIterator[Any], head: Mapping[str, Any]) -> AsyncIterator[str]:
-    def chunk(delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
+    found: list[dict[str, Any]] = []
+    async with _counted(served, wanted.n) as failed:
+        found = await continuations(served.agent, served.sampling_of(wanted), wanted)
+    if failed:
+        return failed[0]
+    text = served.agent.codec.decode(wanted.token_ids)
+    return JSONResponse({"model": served.model, "weights": served.weights, "text": text, "continuations": found})
+
+
+@asynccontextmanager
+async def _counted(served: Served, answers: int = 1) -> AsyncIterator[list[Response]]:
+    """Count answers in progress. A failure inside the block ends it and adds the response for it to the list."""
+    failed: list[Response] = []
+    served.running += answers
+    try:
+        yield failed
+    except* _REFUSED as errors:
+        failed.append(_error(400, _first_text(errors)))
+    except* _UNAVAILABLE as errors:
+        failed.append(_error(503, _first_text(errors)))
+    finally:
+        served.running -= answers
+        served.counts["errors"] += len(failed)
+
+
+def _first_text(errors: BaseExceptionGroup[BaseException]) -> str:
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return str(first) or type(first).__name__
+
+
+def _logprobs(served: Served, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+    """Return OpenAI's `logprobs` of a choice, with each token's entropy."""
+    texts = [served.agent.codec.decode([token.id]) for token in tokens]
+    rows: list[dict[str, Any]] = [
+        {"token": text, "logprob": token.logprob, "bytes": None, "top_logprobs": [], "entropy": token.entropy}
+        for text, token in zip(texts, tokens, strict=True)
+    ]
+    return {"content": rows}
+
+
+async def _stream(
+    served: Served, events: AsyncIterator[Any], head: Mapping[str, Any], logprobs: bool
+) -> AsyncIterator[str]:
+    def chunk(
+        delta: Mapping[str, Any], reason: str | None = None, tokens: Sequence[SampledToken] = (), **more: Any
+    ) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        if logprobs and tokens:
+            choice["logprobs"] = _logprobs(served, tokens)
         body = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
         return f"data: {json.dumps(body)}\n\n"
 
@@ -191,13 +248,13 @@ async def _stream(served: Served, events: AsyncIterator[Any], head: Mapping[str,
         async for event in events:
             match event:
                 case TextDelta():
-                    yield chunk({"content": event.text})
+                    yield chunk({"content": event.text}, tokens=event.tokens)
                 case ToolStep():
                     served.counts["tool_calls"] += 1
                     yield chunk({"tool_steps": [event.to_dict()]})
                 case Ended():
                     yield chunk({}, event.reason, usage=_usage(event))
-    except (ValueError, EngineRefusedError, aiohttp.ClientError, SandboxError, TimeoutError) as error:
+    except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
         yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n"
     finally:

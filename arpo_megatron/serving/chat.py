@@ -10,11 +10,14 @@ from rich.text import Text
 
 from arpo_megatron.errors import UserError
 
+_SHADES = ((1.5, "bold red"), (0.7, "red"), (0.2, "yellow"))
+"""Least entropy in nats of each color."""
+
 Read = Callable[[], str | None]
 """Returns the user's next message; None ends the conversation."""
 
 
-def chat(url: str, key: str, *, console: Console, read: Read) -> None:
+def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool = False) -> None:
     """Hold a conversation until `read` returns None.
 
     Args:
@@ -22,6 +25,7 @@ def chat(url: str, key: str, *, console: Console, read: Read) -> None:
         key: its token.
         console: receives the model's text, tool calls and results.
         read: the user.
+        show_entropy: color the text by the entropy of its tokens, and print the mean of each turn.
 
     Raises:
         UserError: nothing answers at the address, or it refuses the token.
@@ -35,7 +39,7 @@ def chat(url: str, key: str, *, console: Console, read: Read) -> None:
     while (said := read()) is not None:
         messages.append({"role": "user", "content": said})
         try:
-            answer = "".join(_shown(client, model, messages, console))
+            answer = "".join(_shown(client, model, messages, console, show_entropy))
         except openai.APIError as error:
             console.print(Text(f"error: {error}", "red"))
             messages.pop()
@@ -44,19 +48,46 @@ def chat(url: str, key: str, *, console: Console, read: Read) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _shown(client: openai.OpenAI, model: str, messages: list[Any], console: Console) -> Iterator[str]:
+def _shown(
+    client: openai.OpenAI, model: str, messages: list[Any], console: Console, show_entropy: bool
+) -> Iterator[str]:
     """Print one answer as it arrives, and yield the model's text."""
-    for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
+    turn: list[float] = []
+    answer = client.chat.completions.create(model=model, messages=messages, stream=True, logprobs=show_entropy)
+    for chunk in answer:
         if not chunk.choices:
             continue
         delta = chunk.choices[0].delta
+        entropies = _entropies(chunk.choices[0].logprobs)
+        turn += entropies
         if delta.content:
-            console.print(Text(delta.content), end="")
+            console.print(Text(delta.content, _style(entropies)), end="")
             yield delta.content
         for step in getattr(delta, "tool_steps", None) or ():
+            _print_mean(turn, console)
             console.print()
             console.print(Text(f"  {step['name']} {step['status']} in {step['seconds']} s", "cyan"))
             console.print(Text("\n".join(f"  | {line}" for line in step["result"].splitlines()), "green"))
+    _print_mean(turn, console)
+
+
+def _entropies(logprobs: Any) -> list[float]:
+    """Return the entropies that the interface adds to OpenAI's log-probs, in nats."""
+    content = (logprobs and logprobs.content) or ()
+    return [value for token in content if (value := getattr(token, "entropy", None)) is not None]
+
+
+def _style(entropies: list[float]) -> str:
+    """Return the color of a text: the largest entropy of its tokens decides."""
+    largest = max(entropies, default=0.0)
+    return next((color for least, color in _SHADES if largest >= least), "")
+
+
+def _print_mean(turn: list[float], console: Console) -> None:
+    """Print the mean entropy of a turn, and forget the turn."""
+    if turn:
+        console.print(Text(f"  [{sum(turn) / len(turn):.3f} nats per token, at most {max(turn):.2f}]", "bright_black"))
+        turn.clear()
 
 
 def from_terminal() -> str | None:

@@ -33,6 +33,7 @@ from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.utils.atomic import read_json
 
 _POLL_S = 0.5
 _END_S = 20
@@ -107,10 +108,12 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
 
 
 @contextmanager
-def serving(target: str, overrides: Sequence[str], listening: socket.socket) -> Iterator[tuple[str, str]]:
+def serving(
+    target: str, overrides: Sequence[str], listening: socket.socket, *, concurrency: int = 1
+) -> Iterator[tuple[str, str]]:
     """Serve an agent from a thread inside the block; yield address and token. Raises as `serve` does."""
     found, config = plan(target, overrides)
-    request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=1)
+    request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=concurrency)
     with listening, agent_services(found, config) as (job, ready):
         server = _Server(request, found, config, ready)
         thread = threading.Thread(target=lambda: asyncio.run(server.run(listening, job.supervisor.check)), daemon=True)
@@ -147,6 +150,7 @@ class _Server:
                 request.concurrency,
                 plain=request.plain,
                 system=system_prompt(target, config),
+                weights=weights(target),
             )
             settings = uvicorn.Config(
                 application(served),
@@ -212,6 +216,14 @@ def default_sampling(config: JobConfig) -> Sampling:
     """Return the sampling of requests that name none: that of evaluations."""
     own = config.evaluation
     return Sampling(own.temperature, own.top_p, None, own.top_k, own.penalty)
+
+
+def weights(target: EvalTarget) -> str:
+    """Return the directory of the weights, and for a run's export its step."""
+    run = target.run
+    if run is None or target.model != run.export or not run.result.is_file():
+        return str(target.model)
+    return f"{target.model}, step {read_json(run.result, 'run the job again').get('step')}"
 
 
 def system_prompt(target: EvalTarget, config: JobConfig) -> str | None:

@@ -1,4 +1,6 @@
-"""The web server of `arpo view`: the page and its data, read-only, on loopback unless another host is chosen.
+"""The web server of `arpo view`: the page and its data, on loopback unless another host is chosen.
+
+It changes nothing of a run. With an agent (`--grow`), the page may ask for continuations of a branch.
 
 Three rules keep others out. The `Host` header must be an address or a name of this machine, so that no web site can
 reach the server through a name of its own (DNS rebinding). With a token, a request needs it as a cookie, which the
@@ -11,9 +13,12 @@ import ipaddress
 import secrets
 import socket
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -67,14 +72,51 @@ def application(pages: Pages, token: str | None, host: str) -> Starlette:
             return Response(status_code=304, headers={"ETag": tag})
         return Response(body, status, {"ETag": tag, "Cache-Control": "no-cache"}, "application/json")
 
+    async def grow(request: Request) -> Response:
+        # A form of another site cannot have this content type, and its scripts would have to ask for leave first.
+        if request.headers.get("content-type") != "application/json" or not _is_same_origin(request.headers):
+            return Response(to_json({"error": "only the page itself may grow branches"}), 403)
+        name, step, number = (request.path_params[part] for part in ("run", "step", "number"))
+        try:
+            wanted = Growing.model_validate_json(await _body(request))
+            work = partial(pages.grow, name, step, number, segment=wanted.segment, count=wanted.count)
+            return Response(to_json(await run_in_threadpool(work)), media_type="application/json")
+        except ValidationError as error:
+            return Response(to_json({"error": f"the body is not that of the page: {error.errors()[0]['msg']}"}), 400)
+        except UserError as error:
+            return Response(to_json({"error": str(error)}), 400)
+
     return Starlette(
         routes=[
             Route("/", page),
+            Route("/data/{run}/trees/{step}/{number:int}/grow", grow, methods=["POST"]),
             Route("/data/{address:path}", data),
             Route("/{name}", file),
         ],
         middleware=[Middleware(_Guard, token=token, host=host), Middleware(GZipMiddleware, minimum_size=4096)],
     )
+
+
+class Growing(BaseModel):
+    """The body of a request to grow a branch again."""
+
+    segment: int
+    count: int
+
+
+async def _body(request: Request) -> bytes:
+    """Return the first KiB of the body; more is no valid request."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > 1024:
+            break
+    return body[:1024]
+
+
+def _is_same_origin(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2] == headers.get("host")
 
 
 def _file(name: str) -> Response:

@@ -104,7 +104,7 @@ def tree(run: RunDirectory, step: str, number: int, cache: FileCache) -> Row:
         UserError: there is no such tree, or its file is damaged.
     """
     row = read_row(tree_file(run, step), number)
-    decode = _decoder(run, cache)
+    decode = decoder(run, cache)
     return {
         "step": step,
         "number": number,
@@ -120,7 +120,7 @@ def tree(run: RunDirectory, step: str, number: int, cache: FileCache) -> Row:
         "unique_tokens": row["unique_tokens"],
         "flat_tokens": row["flat_tokens"],
         "leaves": [_leaf(row, place) for place in range(len(row["leaves"]))],
-        "segments": [_segment(each, decode) for each in row["segments"]],
+        "segments": [segment_row(each, decode) for each in row["segments"]],
     }
 
 
@@ -144,7 +144,8 @@ def _leaf(row: Row, place: int) -> Row:
     }
 
 
-def _segment(stored: Row, decode: Decode | None) -> Row:
+def segment_row(stored: Row, decode: Decode | None) -> Row:
+    """Return what a page shows of a stored segment."""
     sampled = stored["role"] == "model"
     return {
         "role": stored["role"],
@@ -192,7 +193,7 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def _decoder(run: RunDirectory, cache: FileCache) -> Decode | None:
+def decoder(run: RunDirectory, cache: FileCache) -> Decode | None:
     """Return the decoder of the run's tokenizer; None if its file or the config cannot be read on this machine."""
     from tokenizers import Tokenizer
 

@@ -21,6 +21,7 @@ from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.serving.chat import chat
+from arpo_megatron.tasks.protocols.base import TextCodec
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
 
@@ -31,7 +32,13 @@ WRITTEN = "".join(PLAN)
 
 
 @contextmanager
-def served(engine_url: str, sandbox_url: str, *, concurrency: int = 4) -> Iterator[str]:
+def served(
+    engine_url: str,
+    sandbox_url: str,
+    *,
+    concurrency: int = 4,
+    codec: TextCodec = CODEC,
+) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
     servers: list[uvicorn.Server] = []
@@ -39,8 +46,8 @@ def served(engine_url: str, sandbox_url: str, *, concurrency: int = 4) -> Iterat
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            agent = Agent(session, engine_url, None, tools, LIMITS, CODEC, lambda messages: messages[-1]["content"])
-            app = application(Served(agent, "agent", Sampling(), TOKEN, concurrency))
+            agent = Agent(session, engine_url, None, tools, LIMITS, codec, lambda messages: messages[-1]["content"])
+            app = application(Served(agent, "agent", Sampling(), TOKEN, concurrency, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
             await servers[0].serve(sockets=[listening])
@@ -124,6 +131,41 @@ def test_request_above_the_limit_gets_429_and_a_dead_engine_503(scripted_engine:
             client(url).chat.completions.create(model="agent", messages=QUESTION)
 
 
+def test_tokens_have_log_probs_and_entropies_if_asked_for(address: str) -> None:
+    streamed: list[Any] = []
+    for chunk in client(address).chat.completions.create(model="agent", messages=QUESTION, stream=True, logprobs=True):
+        found = chunk.choices[0].logprobs
+        streamed += (found and found.content) or []
+    whole = client(address).chat.completions.create(model="agent", messages=QUESTION, logprobs=True)
+    assert whole.choices[0].logprobs is not None
+    for tokens in (streamed, whole.choices[0].logprobs.content):
+        assert "".join(token.token for token in tokens) == f"{WRITTEN}\0"
+        assert {token.logprob for token in tokens} == {-0.5}
+        assert [token.entropy for token in tokens] == [1.0 + ord(token.token) / 1000 for token in tokens]
+
+
+def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None:
+    """The first call was made before; of three allowed ones, two are left."""
+    before = f"{PROMPT}{PLAN[0]} <result>\n2\n</result>"
+    body = {"token_ids": CODEC.encode(before), "prompt_tokens": len(PROMPT), "n": 2}
+    body["calls"] = [{"name": "python", "arguments": {"code": "1+1"}}]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{address}/v1/continuations", json=body, headers=headers, timeout=60).json()
+    assert (answer["weights"], answer["text"]) == ("export, step 4", before)
+    for one in answer["continuations"]:
+        call, result, end = one["segments"]
+        assert CODEC.decode(call["token_ids"]) == PLAN[1] and call["finish"] == "tool_call"
+        assert call["logprobs"] == [-0.5] * len(PLAN[1]) and len(call["entropies"]) == len(PLAN[1])
+        assert CODEC.decode(result["token_ids"]) == " <result>\n4\n</result>"
+        assert result["tool"]["arguments"] == {"code": "2*2"} and result["tool"]["status"] == "ok"
+        assert CODEC.decode(end["token_ids"]) == f"{PLAN[2]}\0" and end["finish"] == "end"
+    body["calls"] *= 3
+    last = httpx.post(f"{address}/v1/continuations", json=body, headers=headers, timeout=60).json()["continuations"]
+    assert [[segment["finish"] for segment in one["segments"]] for one in last] == [["call_limit"]] * 2
+    refused = httpx.post(f"{address}/v1/continuations", json=body | {"n": 17}, headers=headers, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("n: ")
+
+
 def test_chat_shows_text_calls_and_results(address: str) -> None:
     output, said = io.StringIO(), iter([PROMPT, None])
     console = Console(file=output, width=200, highlight=False)
@@ -132,3 +174,11 @@ def test_chat_shows_text_calls_and_results(address: str) -> None:
     assert PLAN[2] in shown and "python ok in" in shown and "  | 2\n" in shown
     with pytest.raises(UserError, match="does not answer as a chat server"):
         chat(f"{address}/v1", "other", console=console, read=lambda: None)
+
+
+def test_chat_colors_text_by_its_entropy(address: str) -> None:
+    """The scripted engine's tokens have entropies above 1 nat."""
+    output, said = io.StringIO(), iter([PROMPT, None])
+    console = Console(file=output, width=200, highlight=False, force_terminal=True, color_system="standard")
+    chat(f"{address}/v1", TOKEN, console=console, read=lambda: next(said), show_entropy=True)
+    assert "\x1b[31m" in output.getvalue() and output.getvalue().count(" nats per token, at most 1.12]") == len(PLAN)

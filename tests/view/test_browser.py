@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 
+from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
 from arpo_megatron.tree import Role
+from tests.engine.scripted import ScriptedEngine
+from tests.serving.test_serve import TOKEN, Start
+from tests.serving.test_serve import served as agent_served
 from tests.view.browser import Page, browser
 from tests.view.stored_run import STEPS, decode, grown, make_run, scored, write_step
+from tests.view.test_grow import ANSWER, NOWHERE, RunCodec
 
 pytestmark = pytest.mark.slow_campaign
 
@@ -39,10 +44,11 @@ def with_browser(work: Callable[[Page], Awaitable[Any]]) -> Page:
 
 
 @contextmanager
-def served(*runs: Path) -> Iterator[str]:
-    """Serve run directories with `arpo view`; yields the address."""
-    command = [sys.executable, "-m", "arpo_megatron", "view", *map(str, runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def served(run: Path, *options: str) -> Iterator[str]:
+    """Serve a run directory with `arpo view`; yields the address."""
+    command = [sys.executable, "-m", "arpo_megatron", "view", str(run), "--port", "0", *options]
+    environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -130,6 +136,29 @@ def test_result_of_a_megabyte_is_folded(tmp_path: Path) -> None:
             await page.value("[...document.querySelectorAll('.card.tool button')].pop().click()")
             await page.until("document.querySelector('.card.tool').textContent.length > 1000000")
             assert await page.value("document.querySelectorAll('.card.tool b').length") == 1  # the card's own title
+
+        with_browser(work)
+
+
+def test_branch_is_grown_again_from_the_page(run: RunDirectory, scripted_engine: Start) -> None:
+    rest = "".join(map(chr, RunCodec().encode(ANSWER)))
+    engine = scripted_engine(ScriptedEngine(lambda _text: rest))
+    with (
+        agent_served(engine.url, NOWHERE, codec=RunCodec(), concurrency=16) as agent,
+        served(run.path, "--grow", f"{agent}/v1") as address,
+    ):
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/1/0", DRAWN)
+            assert await page.value("document.querySelectorAll('svg.tree .leaf').length") == 3
+            await page.value("document.querySelector('[data-key=\"grow 2\"]').click()")
+            await page.until("document.querySelectorAll('svg.tree .leaf.grown').length === 4")
+            shown = await page.value("document.querySelector('.growth').textContent")
+            assert "4 continuations by export, step 4, temperature 1" in shown
+            assert "Mean reward +1.00; of the stored trajectories below, +0.75" in shown
+            assert "grown again" in await page.value("[...document.querySelectorAll('.card.model')].pop().textContent")
+            await page.value("document.querySelector('[data-key^=\"compare\"]').click()")
+            await page.until("document.querySelectorAll('.column').length === 2")
 
         with_browser(work)
 

@@ -27,3 +27,13 @@ export async function load(...address) {
   known.set(path, { tag: answer.headers.get("ETag"), value });
   return value;
 }
+
+/** Sample continuations at the end of a segment; return the tree with them. Raises LoadError. */
+export async function growAt(name, step, number, segment, count) {
+  const path = `data/${[name, "trees", step, number, "grow"].map(encodeURIComponent).join("/")}`;
+  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ segment, count }) })
+    .catch((error) => { throw new LoadError(error.message, true); });
+  const value = await answer.json();
+  if (!answer.ok) throw new LoadError(value.error);
+  return value;
+}

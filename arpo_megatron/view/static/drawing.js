@@ -4,7 +4,7 @@ import { mean, number, plural, signed, whole } from "./format.js";
 
 const ROW = 26, LEFT = 6, PROMPT = 40, GAP = 9;
 
-/** Return what the pictures need of a stored tree: children, leaves below, mean rewards, rows. */
+/** Return what the pictures need of a stored tree: children, leaves below, and of the stored ones number and mean reward, rows. */
 export function shapeOf(tree) {
   const count = tree.segments.length, children = tree.segments.map(() => []);
   tree.segments.forEach((segment, i) => { if (i) children[segment.parent].push(i); });
@@ -13,10 +13,12 @@ export function shapeOf(tree) {
   while (pending.length) { const i = pending.pop(); order.push(i); pending.push(...children[i].slice().reverse()); }
   for (const i of order.slice().reverse()) below[i] = leafAt.has(i) && !children[i].length ? [leafAt.get(i)] : children[i].flatMap((child) => below[child]);
   const rows = order.filter((i) => !children[i].length && leafAt.has(i)).map((i) => leafAt.get(i));
-  const rewards = below.map((places) => mean(places.map((place) => tree.leaves[place].reward)));
+  const stored = (i) => below[i].filter((place) => tree.leaves[place].grown === undefined || tree.segments[i].grown !== undefined);
+  const counts = below.map((_, i) => stored(i).length);
+  const rewards = below.map((_, i) => mean(stored(i).map((place) => tree.leaves[place].reward)));
   const all = tree.leaves.map((leaf) => leaf.reward).filter((reward) => reward !== null);
   const low = Math.min(0, ...all), high = Math.max(...all, low + 1e-9, 0);
-  return { count, children, below, order, rows, rewards, low, high, rowOf: new Map(rows.map((place, row) => [place, row])) };
+  return { count, children, below, counts, order, rows, rewards, low, high, rowOf: new Map(rows.map((place, row) => [place, row])) };
 }
 
 /** Return the segments from the prompt to a segment. */
@@ -46,7 +48,7 @@ function describe(tree, shape, i) {
   const segment = tree.segments[i], lines = [[`segment ${i}`, { prompt: "prompt", model: "model", tool: "tool answer" }[segment.role]], ["tokens", whole(segment.tokens)]];
   if (segment.tool) lines.push(["tool", `${segment.tool.name}, ${segment.tool.status}, ${segment.tool.cached ? "from the cache" : number(segment.tool.seconds, "s")}`]);
   if (segment.branch) lines.push(...decision(segment.branch));
-  lines.push(["below", plural(shape.below[i].length, "trajectory").replace("trajectorys", "trajectories")]);
+  lines.push(["below", plural(shape.counts[i], "trajectory").replace("trajectorys", "trajectories")]);
   if (shape.rewards[i] !== null) lines.push(["mean reward", signed(shape.rewards[i])]);
   return lines;
 }
@@ -75,12 +77,12 @@ export function drawing(tree, shape, view) {
   const y = places.map((rows) => (rows.length ? middle((Math.min(...rows) + Math.max(...rows)) / 2) : 14));
   const onPath = new Set(view.leaf === null ? [] : pathTo(tree, tree.leaves[view.leaf].segment));
   const height = 14 + Math.max(1, shape.rows.length) * ROW;
-  const thick = (i) => 3 + (13 * shape.below[i].length) / Math.max(1, shape.rows.length);
+  const thick = (i) => 3 + (13 * shape.counts[i]) / Math.max(1, shape.counts[0]);
 
   const bar = (i, at, copy, leaf) => {
     const segment = tree.segments[i], start = i ? ends.get(segment.parent) + GAP : LEFT, size = copy === null ? Math.max(6, thick(i)) : 10;
     const faults = segment.tool && segment.tool.status !== "ok";
-    const css = ["segment", segment.role, copy ? "copy" : "", faults ? "fault" : "", onPath.has(i) ? "on" : "", view.segment === i ? "chosen" : ""].join(" ");
+    const css = ["segment", segment.role, segment.grown === undefined ? "" : "grown", copy ? "copy" : "", faults ? "fault" : "", onPath.has(i) ? "on" : "", view.segment === i ? "chosen" : ""].join(" ");
     const pick = () => view.choose(i, leaf);
     return s("g", { class: css, tabindex: copy ? null : 0, role: "button", "data-key": copy ? null : `segment ${i}`, "aria-label": describe(tree, shape, i).map((line) => line.join(" ")).join(", "),
       onclick: pick, onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); pick(); } },
@@ -107,7 +109,7 @@ export function drawing(tree, shape, view) {
 }
 
 function fork(tree, shape, i, at, y) {
-  const taken = shape.children[tree.segments[i].parent].length > 1;
+  const taken = shape.children[tree.segments[i].parent].filter((child) => tree.segments[child].grown === undefined).length > 1;
   return s("path", { class: `fork ${taken ? "taken" : ""}`, d: `M${at - 5} ${y}l4 -5l4 5l-4 5z` });
 }
 
@@ -115,13 +117,13 @@ function leafLabel(tree, shape, place, y, x, view) {
   const leaf = tree.leaves[place], advantage = advantageAt(leaf, leaf.segment), finish = tree.segments[leaf.segment].finish;
   const pick = () => view.choose(leaf.segment, place);
   const end = { end: "", length: "too long", call_limit: "call limit", malformed: "malformed call", tool_call: "unfinished" }[finish] ?? "unfinished";
-  return s("g", { class: `leaf${view.leaf === place ? " on" : ""}${view.vs === place ? " vs" : ""}`, tabindex: 0, role: "button", "data-key": `leaf ${place}`,
+  return s("g", { class: `leaf${leaf.grown === undefined ? "" : " grown"}${view.leaf === place ? " on" : ""}${view.vs === place ? " vs" : ""}`, tabindex: 0, role: "button", "data-key": `leaf ${place}`,
     "aria-label": `trajectory ${place + 1}, reward ${signed(leaf.reward)}`, onclick: pick, onkeydown: (event) => { if (event.key === "Enter") pick(); } },
   s("rect", { class: "catch", x: x - 4, y: y - 12, width: view.gutter - 8, height: 24, rx: 4 }),
   s("circle", { cx: x + 5, cy: y, r: 5, class: "body", vars: { "--c": rewardColor(shape, leaf.reward) } }),
   s("text", { x: x + 16, y: y + 4, class: "reward" }, signed(leaf.reward)),
   s("text", { x: x + 62, y: y + 4, class: "quiet" }, `A ${signed(advantage)}`),
-  view.narrow ? null : s("text", { x: x + 122, y: y + 4, class: "quiet" }, leaf.replayed ? "replayed" : end));
+  view.narrow ? null : s("text", { x: x + 122, y: y + 4, class: "quiet" }, leaf.grown !== undefined ? `grown${end ? `, ${end}` : ""}` : leaf.replayed ? "replayed" : end));
 }
 
 /** Return the note on tokens below the picture. */

@@ -1,6 +1,6 @@
 // Addresses, keys, polling and the header.
 import { h, show, hint } from "./dom.js";
-import { LoadError, exported, load } from "./data.js";
+import { LoadError, exported, growAt, load } from "./data.js";
 import { COLORS, runPage } from "./run.js";
 import { chosenRows, treePage } from "./trees.js";
 import { plural } from "./format.js";
@@ -71,6 +71,7 @@ async function refresh() {
     const list = await load();
     now.runs = list.runs;
     now.exported = list.export;
+    now.grow = Boolean(list.grow);
     const here = route();
     const wanted = [...new Set([here.name, ...(here.kind === "run" ? shownRuns(here) : [])])];
     await Promise.all(wanted.map(async (name) => { now.pages[name] = await load(name); }));
@@ -124,14 +125,32 @@ async function treeContent(at) {
   const tasks = tasksOf(at.name, tree);
   const query = { ...at, step, tree: number };
   const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
+  const growing = now.grow ? { state: now.growing?.key === key ? now.growing : {}, start: (segment, count) => grow(at.name, step, number, key, segment, count) } : null;
   const link = (changes, more) => { now.to = more?.to; change({ ...query, ...changes }); };
   const draw = () => {
     const fresh = key !== now.treeKey;
     now.treeKey = key;
     now.tree = { query, rows: chosen, tree, steps };
-    return treePage({ page, rows, query, tree, tasks, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+    return treePage({ page, rows, query, tree, tasks, growing, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
   };
   return { signature, draw };
+}
+
+/** Sample continuations of a tree's segment, and show them. */
+async function grow(name, step, number, key, segment, count) {
+  now.growing = { key, segment, count, busy: true };
+  rerender();
+  try {
+    const tree = await growAt(name, step, number, segment, count);
+    now.growing = { key, segment, count };
+    if (now.loaded?.key === key) now.loaded.tree = tree;
+    const at = route(), shown = now.loaded?.key === key && at.kind === "trees";
+    if (shown) change({ leaf: tree.leaves.length - count, vs: null });
+  } catch (error) {
+    if (!(error instanceof LoadError)) throw error;
+    now.growing = { key, segment, count, error: error.message };
+  }
+  rerender();
 }
 
 /** Return where else a task is stored. A long run takes seconds for that, so the page is drawn again when it is known. */

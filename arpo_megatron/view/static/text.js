@@ -108,7 +108,7 @@ function modelCard(tree, shape, index, place, view) {
   const entropies = segment.entropies ?? [];
   const toggle = () => { if (!tabled.delete(index)) tabled.add(index); view.rerender(); };
   return [h("header", {}, h("b", {}, "Model"),
-    h("span", { class: "quiet" }, plural(segment.tokens, "token"), `, policy version ${segment.policy_version}`, leaves.length > 1 ? `, shared by ${leaves.length} trajectories` : ""),
+    h("span", { class: "quiet" }, plural(segment.tokens, "token"), segment.grown === undefined ? `, policy version ${segment.policy_version}` : ", grown again", shape.counts[index] > 1 ? `, shared by ${shape.counts[index]} trajectories` : ""),
     own !== null ? h("span", {}, "advantage ", signed(own)) : null,
     segment.pieces ? h("button", { class: "plain", "data-key": `numbers ${index}`, "aria-pressed": String(tabled.has(index)), onclick: toggle }, tabled.has(index) ? "text" : "numbers") : null),
   segment.branch ? branchCard(segment, entropies) : null,
@@ -128,19 +128,31 @@ function card(tree, shape, index, place, view) {
   const body = role === "prompt" ? [h("header", {}, h("b", {}, "Prompt"), h("span", { class: "quiet" }, plural(segment.tokens, "token"))), longText(segment.text, index, view)]
     : role === "tool" ? toolCard(tree, index, view) : modelCard(tree, shape, index, place, view);
   return [h("article", { class: `card ${role}${view.segment === index ? " chosen" : ""}`, "data-segment": index, vars: { "--c": role === "model" ? rewardColor(shape, shape.rewards[index]) : "var(--line)" } }, body),
-    shape.children[index].length > 1 ? forkCard(tree, shape, index, place, view) : null];
+    shape.children[index].length > 1 ? forkCard(tree, shape, index, place, view) : null,
+    role !== "model" && segment.grown === undefined && view.growing ? growCard(index, view.growing) : null];
+}
+
+/** Return the control that samples continuations at the end of a segment. */
+function growCard(index, growing) {
+  const { state } = growing, busy = Boolean(state.busy), here = state.segment === index;
+  const count = h("input", { type: "number", min: 1, max: 16, value: state.count ?? 4, "aria-label": "number of continuations", "data-key": `grow count ${index}` });
+  return h("div", { class: "forkcard" }, h("span", {}, "grow again from here:"), count,
+    h("button", { "data-key": `grow ${index}`, disabled: busy, onclick: () => growing.start(index, Math.max(1, Math.min(16, Math.round(Number(count.value)) || 1))) }, busy && here ? "sampling …" : "sample continuations"),
+    here && state.error ? h("span", { class: "bad", role: "alert" }, state.error) : null);
 }
 
 function forkCard(tree, shape, index, place, view) {
   const children = shape.children[index];
   const buttons = children.map((child, number_) => {
     const leaves = shape.below[child], here = leaves.includes(place);
-    const text = `branch ${number_ + 1}: ${leaves.length === 1 ? "1 trajectory" : `${leaves.length} trajectories`}, mean reward ${signed(shape.rewards[child])}`;
+    const text = `${tree.segments[child].grown === undefined ? "branch" : "grown branch"} ${number_ + 1}: ${shape.counts[child] === 1 ? "1 trajectory" : `${shape.counts[child]} trajectories`}, mean reward ${signed(shape.rewards[child])}`;
     if (here) return h("span", { class: "branch here", vars: { "--c": rewardColor(shape, shape.rewards[child]) } }, `${text} (this one)`);
     return h("span", { class: "branch", vars: { "--c": rewardColor(shape, shape.rewards[child]) } }, h("button", { class: "plain", "data-key": `branch ${child}`, onclick: () => view.choose(child, leaves[0]) }, text),
       h("button", { "data-key": `compare ${child}`, "aria-pressed": String(leaves.includes(view.vs)), onclick: () => view.compare(leaves.includes(view.vs) ? null : leaves[0]) }, leaves.includes(view.vs) ? "close" : "side by side"));
   });
-  return h("div", { class: "forkcard" }, h("b", {}, tree.segments[index].role === "prompt" ? `${children.length} trajectories begin here` : `Fork into ${children.length} branches`), buttons);
+  const count = children.filter((child) => tree.segments[child].grown === undefined).length, grown = children.length - count;
+  const title = tree.segments[index].role === "prompt" ? count === 1 ? "1 trajectory begins here" : `${count} trajectories begin here` : count > 1 ? `Fork into ${count} branches` : "No fork";
+  return h("div", { class: "forkcard" }, h("b", {}, title, grown ? `, ${grown} grown again` : ""), buttons);
 }
 
 function scores(tree, shape, place) {

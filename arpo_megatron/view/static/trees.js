@@ -73,9 +73,9 @@ function oneTree(view) {
     const leaves = shape.below[segment];
     view.link({ segment, leaf: wanted ?? (leaves.includes(leaf) ? leaf : leaves[0] ?? leaf) }, { to: segment });
   };
-  const state = { leaf, vs, segment: query.segment, flat: query.flat === 1, width: view.width, shade: query.shade ?? "entropy", choose, compare: (place) => view.link({ vs: place }), rerender: view.rerender };
-  const known = tree.leaves.map((one) => one.reward).filter((reward) => reward !== null);
-  const facts = [["trajectories", whole(tree.leaves.length)], ["mean reward", signed(mean(known))], ["forks after tool answers", whole(tree.forks)], ["grown in", duration(tree.seconds)],
+  const state = { leaf, vs, segment: query.segment, flat: query.flat === 1, width: view.width, shade: query.shade ?? "entropy", choose, compare: (place) => view.link({ vs: place }), growing: view.growing, rerender: view.rerender };
+  const stored = tree.leaves.filter((one) => one.grown === undefined), known = stored.map((one) => one.reward).filter((reward) => reward !== null);
+  const facts = [["trajectories", whole(stored.length)], ["mean reward", signed(mean(known))], ["forks after tool answers", whole(tree.forks)], ["grown in", duration(tree.seconds)],
     ["policy versions", versions(tree)], tree.replayed ? ["replayed", whole(tree.replayed)] : null, tree.dropped ? ["not trained", tree.dropped.replace("_", " ")] : null].filter(Boolean);
   return h("section", { class: "tree-section" },
     h("h1", {}, tree.task, " ", tree.dropped ? h("span", { class: "pill stopped" }, "not trained") : null),
@@ -85,12 +85,21 @@ function oneTree(view) {
       h("div", { class: "choices", role: "group", "aria-label": "Form of the drawing" }, [[null, "tree"], [1, "flattened"]].map(([flat, text]) =>
         h("button", { "data-key": `flat ${flat}`, "aria-pressed": String((query.flat ?? null) === flat), onclick: () => view.link({ flat }) }, text))),
       h("div", { class: "legend" }, h("span", { class: "scale" }, h("span", { class: "quiet" }, signed(shape.low)), h("i", {}), h("span", { class: "quiet" }, `${signed(shape.high)} reward`)),
-        h("span", { class: "quiet" }, "length: tokens · thickness: trajectories below · hatched: tool · ◆ fork · ◇ no fork · A: advantage"))),
-    h("div", { class: "scroll picture", "data-scroll": "picture" }, drawing(tree, shape, state)), savings(tree),
+        h("span", { class: "quiet" }, "length: tokens · thickness: trajectories below · hatched: tool · ◆ fork · ◇ no fork · A: advantage", tree.growths ? " · dashed: grown again" : ""))),
+    h("div", { class: "scroll picture", "data-scroll": "picture" }, drawing(tree, shape, state)), savings(tree), growths(tree, shape),
     h("div", { class: "bar" }, h("h2", {}, "Text"),
       select("shade tokens by", "shade", Object.entries(SHADES), state.shade, (shade) => view.link({ shade })),
       h("span", { class: "quiet" }, tree.segments.some((segment) => segment.pieces) ? "hover over a token for its numbers, or press “numbers”" : "the tokenizer of the run cannot be read here, so tokens are not shown one by one")),
     trajectoryText(tree, shape, state));
+}
+
+/** Return what was grown: by which weights, and the rewards next to those of the stored trajectories below the node. */
+function growths(tree, shape) {
+  return (tree.growths ?? []).map((one, i) => {
+    const own = tree.leaves.filter((leaf) => leaf.grown === i).map((leaf) => leaf.reward), before = shape.rewards[one.segment];
+    return h("p", { class: "growth" }, h("b", {}, `Grown again after segment ${one.segment}: ${plural(one.count, "continuation")}`), ` by ${one.weights}, temperature ${number(one.temperature)}. `,
+      own.some((reward) => reward !== null) ? `Mean reward ${signed(mean(own))}; of the stored trajectories below, ${signed(before)}. ` : "", one.note ? `${one.note}.` : "");
+  });
 }
 
 function bestLeaf(tree, shape) {
