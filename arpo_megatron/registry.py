@@ -6,11 +6,17 @@ components are listed in `BUILTIN`. A package adds one by an entry point in the 
 """
 
 import dataclasses
+import hashlib
+import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,6 +35,7 @@ class ExtensionPoint(StrEnum):
     LOSS = "arpo_megatron.losses"
     REPLAY = "arpo_megatron.replay_buffers"
     CALL_PROTOCOL = "arpo_megatron.call_protocols"
+    DATA_READER = "arpo_megatron.data_readers"
     PRESET = "arpo_megatron.presets"
 
     @property
@@ -123,11 +130,13 @@ def names(point: ExtensionPoint) -> list[str]:
 
 
 def load(point: ExtensionPoint, name: str) -> Any:
-    """Return the class (or preset) of that name.
+    """Return the class (or preset) of that name, or `ATTRIBUTE` of a file for a name like `my.py:ATTRIBUTE`.
 
     Raises:
         UserError: no package has it, two packages do, or its module cannot be imported.
     """
+    if (place := in_file(name)) is not None:
+        return attribute_of(*place)
     offered = [entry for entry in _installed(point) if entry.name == name]
     if (own := BUILTIN.get(point, {}).get(name)) is not None:
         offered.append(metadata.EntryPoint(name, own, point.value))
@@ -142,6 +151,46 @@ def load(point: ExtensionPoint, name: str) -> Any:
         raise UserError(f"the {point.label} {name!r} cannot be imported from {offered[0].value}: {error}") from None
 
 
+def in_file(name: str) -> tuple[Path, str] | None:
+    """Return file and attribute of a name like `./my.py:score`; None for the name of an installed component."""
+    path, colon, attribute = name.rpartition(":")
+    return (Path(path), attribute) if colon and path.endswith(".py") else None
+
+
+def attribute_of(path: Path, attribute: str) -> Any:
+    """Import a Python file and return one of its attributes.
+
+    Raises:
+        UserError: the file is missing, cannot be imported, or has no such attribute.
+    """
+    module = import_file(path)
+    if not hasattr(module, attribute):
+        defined = [name for name in vars(module) if not name.startswith("_")]
+        raise UserError(f"{path} has no {attribute!r}{did_you_mean(attribute, defined)}")
+    return getattr(module, attribute)
+
+
+@cache
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file by its path, once. Raises UserError with the line that fails."""
+    path = path.expanduser().absolute()
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file is the user's: anything can go wrong in it
+        del sys.modules[spec.name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else 0)
+        raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
+    return module
+
+
 def _installed(point: ExtensionPoint) -> Sequence[metadata.EntryPoint]:
     return _entry_points(tuple(sys.path))[point]
 
@@ -154,12 +203,13 @@ def _entry_points(_path: tuple[str, ...]) -> Mapping[ExtensionPoint, Sequence[me
 
 
 def params_of(component: type) -> list[str]:
-    """Return the names of the fields that a component is constructed with."""
-    return [field.name for field in dataclasses.fields(component) if field.init]
+    """Return the names of the fields that a component is constructed with; a function has none."""
+    fields = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
+    return [field.name for field in fields if field.init]
 
 
 def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
-    """Construct the component of that name: each field from `given`, or its default.
+    """Construct the component of that name: each field from `given`, or its default. A reward may be a function.
 
     `given` may have values of other components.
 
@@ -167,6 +217,10 @@ def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
         UserError: see `load`; or the component refuses a value.
     """
     component = load(point, name)
+    if not (isinstance(component, type) and dataclasses.is_dataclass(component)):
+        if point is ExtensionPoint.REWARD and inspect.isfunction(component):
+            return component
+        raise UserError(f"the {point.label} {name!r} is not a dataclass; docs/guides/extending.md shows one")
     values = {field: given[field] for field in params_of(component) if field in given}
     types = get_type_hints(component, include_extras=True)
     try:

@@ -58,7 +58,7 @@ def reasoning(name: str = "reasoning", hub_id: str = "to be named") -> JobConfig
     return replace(
         job,
         model=replace(job.model, max_length=1536 + 4096),
-        data=DataConfig(kind="arpo_parquet", path=Path("train_10k.parquet"), max_prompt_tokens=1536),
+        data=DataConfig(kind="files", path=Path("train_10k.parquet"), max_prompt_tokens=1536),
         rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=4096),
         train=replace(job.train, steps=2 * 9800 // 128, tasks_per_step=128),
         evaluation=EVALUATION,
@@ -71,7 +71,7 @@ def deep_search(name: str = "deep_search", hub_id: str = "to be named") -> JobCo
     return replace(
         job,
         model=replace(job.model, max_length=2000 + 10000),
-        data=DataConfig(kind="arpo_parquet", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100),
+        data=DataConfig(kind="files", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100),
         rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560),
         sandbox=replace(job.sandbox, search_results=10),
         train=replace(job.train, steps=5 * 900 // 128, tasks_per_step=128),

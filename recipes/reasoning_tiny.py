@@ -28,7 +28,7 @@ def recipe() -> JobConfig:
         model=ModelConfig(
             dtype="float32", hidden_size=128, layers=2, heads=4, kv_heads=2, ffn_size=256, max_length=2048
         ),
-        data=DataConfig(kind="arpo_parquet", path=Path("train_10k.parquet"), held_out=16),
+        data=DataConfig(kind="files", path=Path("train_10k.parquet"), held_out=16),
         algorithm=AlgorithmConfig(group_size=8, initial_rollouts=4, minibatches=2),
         rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=256, max_tool_tokens=128),
         optimizer=OptimizerConfig(lr=1e-4),

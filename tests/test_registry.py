@@ -1,15 +1,20 @@
 """Parts are found by name, the project's own and those of installed packages; what is wrong is one line."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arpo_megatron.algorithms.branching import initial_trajectories
+from arpo_megatron.config import RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan.workload import _mix
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, check_params, load, make, names
+from arpo_megatron.rewards import make_reward
+from arpo_megatron.rewards.base import Response, ResponseGroup
+from arpo_megatron.tasks.base import Task
 
 MODULE = """
 from dataclasses import dataclass
@@ -98,3 +103,72 @@ def test_params_belong_to_component_and_are_typed() -> None:
         check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonsu": 1})
     with pytest.raises(UserError, match=r"reward arpo: tool_bonus: .*number"):
         make(ExtensionPoint.REWARD, "arpo", {"tool_bonus": "much"})
+
+
+USER_FILE = """
+from dataclasses import dataclass
+
+def score(question, answer, trajectory):
+    return 1.5 if answer == "2" else 1 / 0 if answer == "3" else float("nan")
+
+def two(question, answer):
+    return 1.0
+
+@dataclass(frozen=True)
+class Half:
+    half_of: float = 1.0
+    needs_judge = False
+"""
+
+
+def test_function_of_a_file_is_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    reward = make_reward(RewardConfig(kind=f"{path}:score"))
+    question = Task("t", ({"role": "user", "content": "q"},), "2", "math", "q")
+    (score,) = reward.score_group(ResponseGroup(question, [Response("abc")]))
+    assert (score.reward, score.accuracy, score.format_ok) == (1.5, 1.0, True)
+    for answer, message in (("nan", "returned nan for t"), ("3", "failed for t: ZeroDivisionError")):
+        with pytest.raises(UserError, match=message):
+            reward.score_group(ResponseGroup(replace(question, ground_truth=answer), [Response("abc")]))
+    assert make(ExtensionPoint.REWARD, f"{path}:Half", {"half_of": 2.0}).half_of == 2.0
+    monkeypatch.chdir(tmp_path)
+    job = resolve("quickstart", overrides=["reward.kind=./mine.py:score"])
+    assert job.reward.kind == f"{path}:score"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("{}:skore", "has no 'skore'; did you mean score?"),
+        ("{}:two", r"has the arguments \(question, answer\), not \(question, answer, trajectory\)"),
+        ("{}.py:score", "no such file"),
+        ("broken.py:score", "line 2: SyntaxError"),
+    ],
+)
+def test_unusable_function_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    (tmp_path / "broken.py").write_text("\ndef score(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as caught:
+        resolve("quickstart", overrides=[f"reward.kind={kind.format(path)}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_recipe_of_a_file_resolves_with_its_variants(tmp_path: Path) -> None:
+    path = tmp_path / "a+b" / "mine.py"
+    path.parent.mkdir()
+    path.write_text(
+        "from dataclasses import replace\nfrom arpo_megatron.recipes.quickstart import recipe as base\n"
+        "VARIANTS = {'long': {'train.steps': 77}}\ndef recipe():\n    return replace(base(), seed=5)\n"
+    )
+    assert resolve(str(path)).seed == 5
+    assert resolve(f"{path}+long").train.steps == 77
+    with pytest.raises(UserError, match="unknown variant 'short'"):
+        resolve(f"{path}+short")
+    (tmp_path / "none.py").write_text("")
+    with pytest.raises(UserError, match=r"none.py has no function recipe\(\)"):
+        resolve(str(tmp_path / "none.py"))

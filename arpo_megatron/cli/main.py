@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from arpo_megatron.cli.bench import app as bench
 from arpo_megatron.cli.cluster import app as cluster
 from arpo_megatron.cli.cluster import submit_recipe
+from arpo_megatron.cli.data import app as data
 from arpo_megatron.cli.evaluation import app as evaluation
 from arpo_megatron.cli.jobs import submit_command
 from arpo_megatron.cli.lists import app as lists
@@ -269,6 +270,7 @@ def _print_plan(config: JobConfig) -> None:
 
 
 # After the commands above: this is the order of the help.
+app.add_typer(data, name="data", rich_help_panel=Panel.START)
 app.add_typer(lists, name="list", rich_help_panel=Panel.START)
 for family in (look, view, evaluation, serve, cluster):
     app.add_typer(family)

@@ -60,7 +60,10 @@ def complete_override(typed: str) -> list[str]:
 
 Recipe = Annotated[
     str,
-    typer.Argument(help="Recipe, or RECIPE+VARIANT+...; `arpo list recipes` has both.", autocompletion=complete_recipe),
+    typer.Argument(
+        help="Recipe, its file (./my.py), or RECIPE+VARIANT+...; see `arpo list recipes`.",
+        autocompletion=complete_recipe,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

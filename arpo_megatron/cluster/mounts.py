@@ -25,12 +25,14 @@ def inputs_of(config: JobConfig) -> dict[str, Path]:
     """Return the files and directories that the config names, by key."""
     paths = {
         "model.path": config.model.path,
-        "data.path": config.data.path,
         "data.search_cache": config.data.search_cache,
         "sft.data": config.sft.data,
         "sandbox.file": config.sandbox.file,
     }
-    return {key: path for key, path in paths.items() if path is not None}
+    named = {key: path for key, path in paths.items() if path is not None}
+    questions = [path for path, _ in config.data.sources]
+    keys = ["data.path"] if len(questions) == 1 else [f"data.path ({path})" for path in questions]
+    return {**named, **dict(zip(keys, questions, strict=True))}
 
 
 def outside_of_mounts(config: JobConfig, profile: ClusterProfile) -> list[str]:
@@ -50,19 +52,20 @@ def _sides(profile: ClusterProfile) -> list[tuple[Path, Path]]:
 
 
 def _mapped(config: JobConfig, sides: Sequence[tuple[Path, Path]]) -> JobConfig:
-    def mapped(path: Path | None) -> Path | None:
-        if path is None:
-            return None
+    def moved(path: Path) -> Path:
         for before, after in sides:
             # A path that is under the other side already came from a submitted run.
             if path.is_relative_to(before) and not (before != after and path.is_relative_to(after)):
                 return after / path.relative_to(before)
         return path
 
+    def mapped(path: Path | None) -> Path | None:
+        return None if path is None else moved(path)
+
     return replace(
         config,
         model=replace(config.model, path=mapped(config.model.path)),
-        data=replace(config.data, path=mapped(config.data.path), search_cache=mapped(config.data.search_cache)),
+        data=replace(config.data.with_paths(moved), search_cache=mapped(config.data.search_cache)),
         sft=replace(config.sft, data=mapped(config.sft.data)),
         sandbox=replace(config.sandbox, file=mapped(config.sandbox.file)),
     )

@@ -47,7 +47,8 @@ class RewardConfig:
 
     kind: str = "arpo"
     """`arpo`: format gate, answer, tool bonus. `arpo_released`: the released scorer, errors included. Other names are
-    rewards of installed packages."""
+    rewards of installed packages, or FILE.py:NAME of a class or of a function (question, answer, trajectory) -> reward
+    (docs/guides/rewards.md)."""
     math: Literal["verify", "judge"] = "verify"
     """How mathematical answers are graded (`arpo`): by math-verify or by the judge."""
     qa: Literal["f1", "exact_match", "judge"] = "f1"

@@ -159,20 +159,17 @@ def _check_data(config: "JobConfig") -> None:
     if data.is_generated:
         check_tasks(config, data.tasks, f"data.tasks={data.tasks}")
         if data.path is not None:
-            raise ValueError(f"data.path is not read with data.kind={data.kind}: give data.kind=arpo_parquet, too")
+            raise ValueError(f"data.path is not read with data.kind={data.kind}: give data.kind=files, too")
         return
     if data.path is None:
-        raise ValueError("data.kind=arpo_parquet needs data.path=FILE.parquet")
+        raise ValueError("data.kind=files needs data.path=FILE")
     if data.max_prompt_tokens >= config.model.max_length:
         raise ValueError(
             f"data.max_prompt_tokens={data.max_prompt_tokens} leaves no room in model.max_length="
             f"{config.model.max_length}"
         )
     if config.sft.steps and config.sft.data is None:
-        raise ValueError(
-            "sft.steps > 0 needs sft.data=FILE with data.kind=arpo_parquet: the released questions hold no "
-            "demonstrations"
-        )
+        raise ValueError("sft.steps > 0 needs sft.data=FILE with data.kind=files: questions hold no demonstrations")
 
 
 def check_tasks(config: "JobConfig", tasks: int, source: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from arpo_megatron.engine.function_calls import ParsedTurn
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.arpo_parquet import ChatTokenizer
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.chat import ChatTokenizer
 from arpo_megatron.tasks.protocols.base import (
     InvalidCall,
     Parsed,

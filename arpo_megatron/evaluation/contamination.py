@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arpo_megatron.config import DataConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS
 from arpo_megatron.evaluation.questions import Question
+from arpo_megatron.tasks.files.reader import read_tasks
 from arpo_megatron.utils.table_reader import FORMATS, BadRowError, read_rows
 
 NGRAM = 13
@@ -125,6 +127,14 @@ def training_questions(path: Path, key: str) -> TrainingQuestions:
             f"prompt, or a text under {', '.join(_FIELDS[1:-1])} or {_FIELDS[-1]}{first}"
         )
     return TrainingQuestions(path, texts, rows, unread)
+
+
+def questions_of(data: DataConfig) -> TrainingQuestions:
+    """Read the questions of a run's training files. Raises UserError if one is missing or has no usable row."""
+    read = read_tasks(data)
+    texts = [turn["content"] for task in read.tasks for turn in task.messages if turn["role"] == "user"]
+    unread = [(row.row, row.reason) for row in read.bad_rows]
+    return TrainingQuestions(data.sources[0][0], texts, len(read.tasks) + len(unread), unread)
 
 
 def _row_questions(row: Any) -> list[str]:

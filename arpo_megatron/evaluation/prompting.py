@@ -14,8 +14,8 @@ from arpo_megatron.evaluation.scorers import AnswerCheck, Scorer, benchmark_scor
 from arpo_megatron.evaluation.target import EvalTarget, TargetKind
 from arpo_megatron.jobs.inputs import JobData, load_data, load_tokenizer
 from arpo_megatron.rewards.base import Reward
-from arpo_megatron.tasks.arpo_parquet import chat_text
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.chat import chat_text
 from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.synthetic import lookup as generated
 

@@ -12,7 +12,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.agents.base import Agent, PendingQuestion
 from arpo_megatron.evaluation.agents.oracle import OracleAgent
 from arpo_megatron.evaluation.benchmarks import HELD_OUT, Benchmark, select_benchmarks
-from arpo_megatron.evaluation.contamination import TrainingQuestions, find_overlaps, training_questions
+from arpo_megatron.evaluation.contamination import TrainingQuestions, find_overlaps, questions_of, training_questions
 from arpo_megatron.evaluation.journal import Attempt, Journal, write_records
 from arpo_megatron.evaluation.notes import failure_warnings, file_notes, judge_note, missing_note, sampling_note
 from arpo_megatron.evaluation.output import create_output, eval_identity, find_output
@@ -308,14 +308,14 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
 
 def _training_data(evaluation: _Evaluation) -> TrainingQuestions | None:
     """Read the questions of the training data, if its file is known."""
-    path, key = evaluation.request.train_data, "--train-data "
-    config = evaluation.config
-    if path is None and evaluation.target.run is not None and config.data.kind == "arpo_parquet":
-        path, key = config.data.path, "data.path="
-    if path is None:
+    path, data = evaluation.request.train_data, evaluation.config.data
+    if path is not None:
+        evaluation.log(f"searching {path} for the questions")
+        return training_questions(path, "--train-data ")
+    if evaluation.target.run is None or data.is_generated:
         return None
-    evaluation.log(f"searching {path} for the questions")
-    return training_questions(path, key)
+    evaluation.log("searching the training data of the run for the questions")
+    return questions_of(data)
 
 
 def _overlapping(prompted: PromptedQuestions, training: TrainingQuestions) -> dict[str, set[str]]:

@@ -30,8 +30,7 @@ def check_started_with(config: JobConfig, run: RunDirectory) -> None:
     recorded = read_json(run.inputs, _DAMAGED)
     for name, value in found.items():
         if value != recorded.get(name, value):
-            path = {"sft.data": config.sft.data, "data.path": config.data.path}.get(name)
-            what = f"{_NAMES[name]} at {_model(config, run)}" if path is None else f"{name}={path}"
+            what = f"{_NAMES[name]} at {_model(config, run)}" if name in _NAMES else name
             raise UserError(f"{what} has changed since {run.path} was started: {_FIX}")
 
 
@@ -68,13 +67,19 @@ def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:
         sampled = weights.sampled_digest()
     files = {
         "tokenizer": _model(config, run) / "tokenizer.json",
-        "sft.data": config.sft.data,
-        "data.path": config.data.path,
+        **{f"sft.data={path}": path for path in (config.sft.data,) if path is not None},
+        **{f"data.path={path}": path for path, _ in config.data.sources},
     }
-    whole = {name: None if path is None or not path.is_file() else _digest(path) for name, path in files.items()}
+    whole = {name: _digest(path) for name, path in files.items()}
     return {**whole, "weights": sampled}
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path) -> str | None:
+    """Return the digest of a file, or of the files of a directory; None if there is nothing."""
+    if path.is_dir():
+        parts = (f"{file.relative_to(path)} {_digest(file)}" for file in sorted(path.rglob("*")) if file.is_file())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,8 +23,8 @@ from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
 from arpo_megatron.models.known import check_is_known
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.tasks.arpo_parquet import check_readable, read_parquet, read_texts
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.files.reader import check_readable, read_tasks, read_texts
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.sft.dataset import Conversations, read_conversations
 from arpo_megatron.tasks.sft.rows import check_file
@@ -84,20 +84,16 @@ def load_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast") -> JobDat
     if data.is_generated:
         made = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out)
         return JobData(made.train, made.held_out, made.facts)
-    read = read_parquet(_parquet_path(config), tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens)
-    if len(read.tasks) <= data.held_out:
-        raise UserError(
-            f"data.path={data.path}: {len(read.tasks)} usable rows are too few for data.held_out={data.held_out}"
-        )
-    cut = len(read.tasks) - data.held_out
-    return JobData(read.tasks[:cut], read.tasks[cut:], bad_rows=[asdict(row) for row in read.bad_rows])
+    read = read_tasks(data, tokenizer)
+    train, held_out = read.split(data.held_out)
+    return JobData(train, held_out, bad_rows=[asdict(row) for row in read.bad_rows])
 
 
 def training_prompt(config: JobConfig) -> str | None:
     """Return the system prompt of the data that a run was trained on; None if it has none."""
-    if config.data.kind != "arpo_parquet" or config.data.path is None:
+    if config.data.is_generated:
         return None
-    first = read_parquet(config.data.path).tasks[0].messages[0]
+    first = read_tasks(config.data).tasks[0].messages[0]
     return first["content"] if first["role"] == "system" else None
 
 
@@ -148,8 +144,8 @@ def check_files(config: JobConfig) -> ModelSpec | None:
         spec.check_replay(config.algorithm)
     if config.sft.data is not None:
         check_file(config.sft.data)
-    if config.data.kind == "arpo_parquet":
-        check_readable(_parquet_path(config))
+    if not config.data.is_generated:
+        check_readable(config.data)
         cache = config.data.search_cache
         if cache is not None and not cache.is_file():
             raise UserError(f"data.search_cache={cache}: no such file")
@@ -252,23 +248,15 @@ def _make_model(config: JobConfig, run: RunDirectory) -> None:
     if config.data.is_generated:
         tokenizer = tiny.generated_tokenizer()
     else:
-        tokenizer = tiny.train_bpe(read_texts(_parquet_path(config)), config.model.vocabulary_size)
+        tokenizer = tiny.train_bpe(read_texts(config.data), config.model.vocabulary_size)
     partial = run.initial_model.with_name(run.initial_model.name + ".tmp")
     tiny.make_model_directory(partial, config.model, tokenizer)
     save_random_weights(partial, seed=config.seed)
     partial.rename(run.initial_model)
 
 
-def _parquet_path(config: JobConfig) -> Path:
-    if config.data.path is None:
-        raise UserError("data.kind=arpo_parquet needs data.path=FILE.parquet")
-    return config.data.path
-
-
 def _search_cache(config: JobConfig) -> Path | None:
     if config.data.search_cache is not None:
         return config.data.search_cache
-    if config.data.path is None:
-        return None
-    default = config.data.path.with_name("search_cache.json")
-    return default if default.is_file() else None
+    beside = (path.with_name("search_cache.json") for path, _ in config.data.sources)
+    return next((path for path in beside if path.is_file()), None)

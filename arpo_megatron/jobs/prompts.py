@@ -10,6 +10,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs.inputs import training_prompt
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Message, Task
+from arpo_megatron.tasks.files.mixture import change_tasks
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
@@ -50,7 +51,7 @@ def job_system_prompt(config: JobConfig, run: RunDirectory | None) -> str | None
 def with_tool_prompts(
     tasks: Sequence[Task],
     config: JobConfig,
-    run: RunDirectory,
+    run: RunDirectory | None,
     tokenizer: "PreTrainedTokenizerFast | None",
     system_name: str | None,
 ) -> Sequence[Task]:
@@ -59,7 +60,7 @@ def with_tool_prompts(
     Args:
         tasks: tasks as the data has them.
         config: the job.
-        run: has the definitions of its tools (`save_definitions`).
+        run: has the definitions of its tools (`save_definitions`); None: search and python.
         tokenizer: that of the model.
         system_name: as `rollout.system_prompt`; None: the tasks keep their own.
 
@@ -79,4 +80,4 @@ def with_tool_prompts(
             messages = (first, *own)
         return replace(task, messages=messages, prompt_text=protocol.prompt(messages, tokenizer))
 
-    return [prompted(task) for task in tasks]
+    return change_tasks(tasks, prompted)

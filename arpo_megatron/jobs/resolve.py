@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,6 +31,14 @@ def recipe_names() -> list[str]:
 
     modules = (module.name for module in pkgutil.iter_modules(recipes.__path__))
     return sorted(name for name in modules if not name.startswith("_"))
+
+
+def split_recipe(recipe: str) -> list[str]:
+    """Split RECIPE+VARIANT+... into recipe and variants; the path of a file may have a `+`."""
+    path, suffix, variants = recipe.partition(".py+")
+    if suffix or recipe.endswith(".py"):
+        return [path + suffix.removesuffix("+"), *(variants.split("+") if variants else [])]
+    return recipe.split("+")
 
 
 def variant_names(recipe: str) -> list[str]:
@@ -76,18 +85,16 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     """Return the unchecked layers: defaults, base, recipe, variants, YAML file, overrides, and the presets they name.
 
     Args:
-        recipe: name of a recipe, with variants after a `+`.
+        recipe: name of a recipe or path of its .py file, with variants after a `+`.
         file: YAML file with some of the keys.
         overrides: `section.key=value`.
 
     Raises:
         UserError: the recipe or variant is unknown, or the file or an override cannot be read.
     """
-    name, *wanted = recipe.split("+")
-    if name not in (names := recipe_names()):
-        raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}")
-    module = importlib.import_module(f"arpo_megatron.recipes.{name}")
-    found = [Layer(Source.DEFAULT, "", dump_config(JobConfig(name=name)))]
+    name, *wanted = split_recipe(recipe)
+    module = _recipe_module(name)
+    found = [Layer(Source.DEFAULT, "", dump_config(JobConfig(name=Path(name).stem)))]
     if (base := getattr(module, "base", None)) is not None:
         found.append(Layer(Source.BASE, base.__name__, dump_config(base())))
     found.append(Layer(Source.RECIPE, name, dump_config(module.recipe())))
@@ -189,10 +196,20 @@ def override_layers(overrides: Sequence[str]) -> list[Layer]:
 
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
-    variants: Mapping[str, Mapping[str, Any]] = getattr(
-        importlib.import_module(f"arpo_megatron.recipes.{recipe}"), "VARIANTS", {}
-    )
+    variants: Mapping[str, Mapping[str, Any]] = getattr(_recipe_module(recipe), "VARIANTS", {})
     return variants
+
+
+def _recipe_module(name: str) -> ModuleType:
+    """Import a recipe of the package, or a user's file. Raises UserError if there is none."""
+    if name.endswith(".py"):
+        module = registry.import_file(Path(name))
+        if not callable(getattr(module, "recipe", None)):
+            raise UserError(f"{name} has no function recipe() -> JobConfig")
+        return module
+    if name not in (names := recipe_names()):
+        raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}, or FILE.py")
+    return importlib.import_module(f"arpo_megatron.recipes.{name}")
 
 
 def _with_absolute_paths(config: JobConfig) -> JobConfig:
@@ -201,9 +218,19 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
     def absolute(path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
 
-    data = replace(config.data, path=absolute(config.data.path), search_cache=absolute(config.data.search_cache))
+    data = config.data.with_paths(lambda path: path.expanduser().absolute())
+    data = replace(data, search_cache=absolute(data.search_cache))
+    data = replace(data, reader=_absolute_component(data.reader))
     model, sft = replace(config.model, path=absolute(config.model.path)), config.sft
-    return replace(config, data=data, model=model, sft=replace(sft, data=absolute(sft.data)))
+    reward = replace(config.reward, kind=_absolute_component(config.reward.kind))
+    return replace(config, data=data, model=model, sft=replace(sft, data=absolute(sft.data)), reward=reward)
+
+
+def _absolute_component(name: str) -> str:
+    """Return `FILE.py:ATTRIBUTE` with an absolute path, and any other name as it is."""
+    if (found := registry.in_file(name)) is None:
+        return name
+    return f"{found[0].expanduser().absolute()}:{found[1]}"
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:

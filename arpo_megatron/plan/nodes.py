@@ -6,7 +6,15 @@ from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.resolve import Source, explicit_keys, layers, resolve, variant_names, with_overrides
+from arpo_megatron.jobs.resolve import (
+    Source,
+    explicit_keys,
+    layers,
+    resolve,
+    split_recipe,
+    variant_names,
+    with_overrides,
+)
 from arpo_megatron.plan.memory import shared
 from arpo_megatron.plan.node_layout import lay_out_nodes
 
@@ -29,7 +37,7 @@ def resolve_on_nodes(
     given = layers(recipe, file=file, overrides=overrides)
     chosen = {key for layer in given if layer.source is Source.VARIANT for key in layer.keys}
     layout = f"{nodes}node{'s' if nodes > 1 else ''}"
-    if "parallel.data" not in chosen and layout in variant_names(recipe.split("+", maxsplit=1)[0]):
+    if "parallel.data" not in chosen and layout in variant_names(split_recipe(recipe)[0]):
         laid_out = f"{recipe}+{layout}"
         if resolve(laid_out).engine.placement == job.engine.placement:
             job = resolve(laid_out, file=file, overrides=overrides)

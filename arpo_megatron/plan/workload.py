@@ -84,7 +84,7 @@ def longest_response(config: JobConfig) -> int:
 
 
 def _prompt(config: JobConfig) -> int:
-    return config.data.max_prompt_tokens if config.data.kind == "arpo_parquet" else 64
+    return 64 if config.data.is_generated else config.data.max_prompt_tokens
 
 
 def _mix(config: JobConfig, fill: float) -> Mix:

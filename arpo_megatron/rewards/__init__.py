@@ -11,6 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.registry import ExtensionPoint, check_params, make
 from arpo_megatron.rewards.base import Reward
 from arpo_megatron.rewards.composed import ComposedReward, WeightedTerm
+from arpo_megatron.rewards.function import as_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
@@ -68,7 +69,7 @@ def _build(
     params = {**own, "protocol": protocol, "tools": tools, **config.params}
     if max_response_tokens is not None:
         params["max_response_tokens"] = max_response_tokens
-    base: Reward = make(ExtensionPoint.REWARD, config.kind, params)
+    base: Reward = as_reward(make(ExtensionPoint.REWARD, config.kind, params), config.kind)
     terms = tuple(
         WeightedTerm(name, weight, make(ExtensionPoint.REWARD_TERM, name, params))
         for name, weight in config.terms.items()

@@ -1,6 +1,6 @@
 """A task: one question with its checkable answer, the form to which every data source is converted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from arpo_megatron.utils.text import whole_characters
@@ -43,3 +43,5 @@ class BadRow:
 
     row: int
     reason: str
+    where: str = field(default="", compare=False)
+    """File and line, for messages."""

@@ -16,7 +16,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The template of `tasks.arpo_parquet.chat_text` for a tokenizer that has none."""
+"""The template of `tasks.chat.chat_text` for a tokenizer that has none."""
 
 
 def export_files(config: JobConfig, run: RunDirectory, source: Path, step: int, code: str) -> dict[str, str]:
@@ -69,6 +69,7 @@ def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: lis
     model, data = config.model, config.data
     named = model.hub_id or (model.path.name if model.path else None)
     base = f"{named}. Its licence applies to these weights" if named else "random weights, made for the run"
+    files = ", ".join(path.name for path, _ in data.sources)
     success = [f"{moment} training {value:.1%}" for moment, value in _success(run).items()]
     lines = [
         "---",
@@ -82,7 +83,7 @@ def _card(config: JobConfig, run: RunDirectory, step: int, code: str, stops: lis
         f"A tool-using agent, trained with `{config.algorithm.name}` by arpo-megatron ({code}).",
         "",
         f"- Base model: {base}.",
-        f"- Data: {data.path.name if data.path else f'generated tasks ({data.kind})'}; seed {config.seed}.",
+        f"- Data: {files or f'generated tasks ({data.kind})'}; seed {config.seed}.",
         f"- Training: {step} steps of {config.train.tasks_per_step} questions with {config.algorithm.group_size} "
         f"trajectories, learning rate {config.optimizer.lr:g}.",
         *([f"- Held-out success: {', '.join(success)}."] if success else []),

@@ -1,4 +1,4 @@
-"""Reader of users' data files: JSON lines, JSON, CSV and parquet.
+"""Reader of users' data files: JSON lines, JSON, CSV, parquet and Arrow.
 
 An unreadable file is a `UserError` that names the file, the line and the problem. A single line that is not JSON is a
 row too: the caller decides whether to skip it.
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from arpo_megatron.errors import UserError
 
-FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+FORMATS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _BATCH_ROWS = 256
 
 
@@ -68,6 +68,8 @@ def read_rows(
         match path.suffix:
             case ".parquet":
                 yield from _parquet(file, f"{key}{path}", columns)
+            case ".arrow":
+                yield from _arrow(file, f"{key}{path}")
             case ".csv":
                 yield from _csv(file, f"{key}{path}")
             case ".json":
@@ -120,6 +122,23 @@ def _parquet(file: BinaryIO, name: str, columns: Sequence[str] | None) -> Iterat
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise _no_parquet(name, error) from None
+
+
+def _arrow(file: BinaryIO, name: str) -> Iterator[FileRow]:
+    """Read an Arrow stream, as Hugging Face datasets save them."""
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.ipc.open_stream(file) as batches:
+            for batch in batches:
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    for row in batch.slice(start, _BATCH_ROWS).to_pylist():
+                        yield FileRow(number, f"{name}, row {number} (from 0)", row)
+                        number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{name}: not a readable Arrow file: {reason}") from None
 
 
 def _no_parquet(name: str, error: Exception) -> UserError:

@@ -61,7 +61,7 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["eval", "nowhere"], "neither a run directory"),
         (["export", "nowhere", "--out", "out"], "not a run directory"),
         (["trees", "nowhere"], "not a run directory"),
-        (["train", "reasoning_tiny", f"data.path={__file__}"], "not a readable parquet file"),
+        (["train", "reasoning_tiny", f"data.path={__file__}"], "rows can be used; the first: not JSON"),
         (["train", "quickstart", "--train.steps=3"], "write train.steps=3"),
         (["train", "quickstart", "--dryrun"], "no such option: --dryrun (Possible options: --dry-run)"),
         (["train"], "missing argument 'recipe'; see `arpo train --help`"),
@@ -86,7 +86,7 @@ def test_user_error_is_one_line_and_writes_nothing(arpo: Arpo, arguments: list[s
 
 
 PANELS = {
-    "Start": ("demo", "show", "plan", "list", "doctor"),
+    "Start": ("demo", "show", "plan", "data", "list", "doctor"),
     "Train": ("train", "sft", "export"),
     "Look": ("status", "logs", "health", "compare", "trees", "view"),
     "Evaluate": ("eval", "eval-report", "judge-report", "decontaminate", "serve", "chat"),

@@ -66,7 +66,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         ),
         (["evaluation.tasks=1000"], "exceeds data.held_out"),
         (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
-        (["data.kind=arpo_parquet"], "data.path"),
+        (["data.kind=files"], "data.path"),
         (["data.path=x.parquet"], "data.path is not read with data.kind=generated"),
         (["seed=99999999999999999999"], "seed: input should be less than 4294967296"),
         (["name=../../etc"], "name: string should match pattern"),
@@ -149,7 +149,7 @@ def test_documented_choices_can_be_overrides() -> None:
         if key in ("model.fp8", "model.transformer_impl", "engine.quantization"):
             resolve.resolve("quickstart", overrides=[*wide, f"{key}={value}"])
             continue
-        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "arpo_parquet" else []
+        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "files" else []
         more += ["model.path=x"] if value == "rollout" else []
         more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if value == "drop" else []
         more += ["rollout.max_response_tokens=1024"] if value == "answer_now" else []

@@ -37,7 +37,7 @@ def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, overrides: li
         for number in range(6)
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    data = ["data.kind=arpo_parquet", f"data.path={tmp_path / 'rows.parquet'}", "data.held_out=1", "evaluation.tasks=1"]
+    data = ["data.kind=files", f"data.path={tmp_path / 'rows.parquet'}", "data.held_out=1", "evaluation.tasks=1"]
     data += ["data.max_prompt_tokens=100"]
     config = resolve.resolve("quickstart", overrides=["sft.steps=0", "train.tasks_per_step=6", *data, *overrides])
     run = RunDirectory(tmp_path / "run")

@@ -11,7 +11,7 @@ from arpo_megatron.cli.main import app
 from arpo_megatron.cluster.profile import profile_names
 from arpo_megatron.evaluation.benchmarks import Benchmark
 from arpo_megatron.registry import BUILTIN, ExtensionPoint
-from arpo_megatron.tasks.arpo_parquet import read_parquet
+from arpo_megatron.tasks.files.reader import read_tasks
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.weights.transports import Disk, Handover, Network
 
@@ -21,7 +21,7 @@ HOMES = {
     "loss": ("arpo_megatron/algorithms/losses/", "tests/algorithms/test_methods_losses.py"),
     "advantage": ("arpo_megatron/algorithms/advantages/", "tests/algorithms/test_methods_advantages.py"),
     "reward or reward term": ("arpo_megatron/rewards/", "tests/rewards/test_reward.py"),
-    "task reader": ("arpo_megatron/tasks/", "tests/tasks/test_arpo_parquet.py"),
+    "task reader": ("arpo_megatron/tasks/", "tests/tasks/test_files.py"),
     "tool": ("tools_sandbox/", "tests/tools_sandbox/test_added_tools.py"),
     "benchmark": ("arpo_megatron/evaluation/benchmarks.py", "tests/evaluation/test_questions.py"),
     "cluster profile": ("slurm/clusters/", "tests/cluster/test_submit.py"),
@@ -64,5 +64,5 @@ def test_benchmarks_profiles_transports_and_readers_live_in_their_home() -> None
     assert {path.stem for path in (ROOT / HOMES["cluster profile"][0]).glob("*.yaml")} == set(profile_names())
     for transport in (Handover, Network, Disk):
         assert Path(inspect.getfile(transport)).parent == ROOT / HOMES["weight transport"][0]
-    for reader in (read_parquet, *(family.generate for family in FAMILIES.values())):
+    for reader in (read_tasks, *(family.generate for family in FAMILIES.values())):
         assert reader.__module__.startswith(HOMES["task reader"][0].replace("/", "."))

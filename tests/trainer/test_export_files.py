@@ -10,8 +10,8 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import load_tokenizer
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.models import tiny
-from arpo_megatron.tasks.arpo_parquet import chat_text
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.chat import chat_text
 from arpo_megatron.tasks.synthetic.lookup import generated_task
 from arpo_megatron.trainer.export_files import export_files
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from arpo_megatron.tasks.arpo_parquet import ChatTokenizer
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.chat import ChatTokenizer
 from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from arpo_megatron.utils.text import whole_characters
 

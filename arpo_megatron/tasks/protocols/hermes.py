@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arpo_megatron.tasks.arpo_parquet import ChatTokenizer, chat_text
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
 from arpo_megatron.tasks.protocols.base import (
     InvalidCall,
     Malformed,

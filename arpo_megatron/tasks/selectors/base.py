@@ -9,6 +9,7 @@ from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.registry import ExtensionPoint, make
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.files.mixture import MixedTasks, MixtureSelector
 
 
 class TaskSelector(Protocol):
@@ -43,7 +44,9 @@ class TaskSelector(Protocol):
 
 
 def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
-    """Build the selector that `algorithm.selector` names. Raises UserError."""
+    """Build the selector that `algorithm.selector` names, for a mixture one per data set. Raises UserError."""
+    if isinstance(tasks, MixedTasks):
+        return MixtureSelector(tasks, lambda part, number: make_task_selector(config, part, seed + number))
     selector: TaskSelector = make(
         ExtensionPoint.TASK_SELECTOR, config.selector, {**config.component_params(), "tasks": tasks, "seed": seed}
     )
@@ -66,9 +69,15 @@ class EpochSelector:
     """Number of the epoch of the next task, from 0; it increases when the first of its tasks is drawn."""
     _order: list[int] = field(init=False)
     _position: int = field(default=0, init=False)
+    _numbers: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._order = self._shuffled(0)
+
+    def _index_of(self, task_id: str) -> int | None:
+        if not self._numbers:  # read once: the tasks may be on disk
+            self._numbers = {task.id: number for number, task in enumerate(self.tasks)}
+        return self._numbers.get(task_id)
 
     def record_result(self, task_id: str, accuracies: Sequence[float]) -> None:
         """Ignore the result: the order does not depend on it."""
@@ -80,7 +89,7 @@ class EpochSelector:
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         """Return the next tasks of the epochs; see `TaskSelector`."""
         check_enough(self.tasks, count)
-        used = {index for index, task in enumerate(self.tasks) if task.id in begun}
+        used = {index for name in begun if (index := self._index_of(name)) is not None}
         count = min(count, len(self.tasks) - len(used))
         drawn = self._draw(count, used)
         if len(drawn) < count:

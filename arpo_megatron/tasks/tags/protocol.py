@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arpo_megatron.tasks.arpo_parquet import ChatTokenizer, chat_text
 from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
 from arpo_megatron.tasks.protocols.base import Parsed, Reading, TextCodec
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
 from arpo_megatron.tasks.tags import calls

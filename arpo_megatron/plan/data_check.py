@@ -1,0 +1,81 @@
+"""A job's question files: prompts as the model gets them, lengths, bad rows, expected tokens."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.jobs.prompts import with_tool_prompts
+from arpo_megatron.plan.workload import TYPICAL_FILL, typical
+from arpo_megatron.tasks.base import BadRow, Task
+from arpo_megatron.tasks.files.reader import read_tasks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SHOWN = 5
+"""Prompts and bad rows that are shown."""
+_BYTES_PER_TOKEN = 4.0
+"""Bytes of English text per token, if there is no tokenizer. Assumption."""
+
+
+def describe_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast | None") -> Iterator[str]:
+    """Yield the lines of `arpo data check`.
+
+    Args:
+        config: the job, with `data.path`.
+        tokenizer: that of `model.path`; None: lengths are estimated and no prompt is too long.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    read = read_tasks(config.data, tokenizer)
+    tasks = with_tool_prompts(read.tasks, config, None, tokenizer, config.rollout.system_prompt)
+    bad = read.bad_rows
+    kinds = Counter(task.source for task in tasks)
+    named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    yield f"{len(tasks)} questions ({named}), {len(bad)} bad row{'' if len(bad) == 1 else 's'}"
+    yield from _bad_rows(bad)
+    yield _lengths(config, tasks, tokenizer)
+    yield _tokens(config)
+    if tasks[0].messages[0]["role"] != "system":
+        yield "no system prompt explains tools and format: rollout.system_prompt=tools (or arpo) adds one"
+    for number in _spread(len(tasks)):
+        task = tasks[number]
+        yield f"\n--- {task.id}, {task.source}, answer {task.ground_truth!r}"
+        yield task.prompt_text
+
+
+def _bad_rows(bad: Sequence[BadRow]) -> Iterator[str]:
+    for row in bad[:SHOWN]:
+        yield f"  {row.where}: {row.reason}"
+    if len(bad) > SHOWN:
+        yield f"  and {len(bad) - SHOWN} more"
+
+
+def _lengths(config: JobConfig, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast | None") -> str:
+    if tokenizer is None:
+        lengths = [len(task.prompt_text.encode()) / _BYTES_PER_TOKEN for task in tasks]
+        note = f"estimated from {_BYTES_PER_TOKEN:g} bytes per token: give model.path=DIR"
+    else:
+        lengths = [len(tokenizer.encode(task.prompt_text, add_special_tokens=False)) for task in tasks]
+        note = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+    middle, high, top = np.percentile(lengths, (50, 95, 100))
+    return f"prompt tokens: median {middle:.0f}, 95 % have at most {high:.0f}, longest {top:.0f} ({note})"
+
+
+def _tokens(config: JobConfig) -> str:
+    step, work = config.train.tasks_per_step, typical(config)
+    most = step * config.algorithm.group_size * config.rollout.max_response_tokens
+    return (
+        f"expected tokens of a step: {step * work.sampled:,.0f} sampled, {step * work.unique:,.0f} trained ({step} "
+        f"questions x {config.algorithm.group_size} trajectories; assumes responses of {TYPICAL_FILL:.0%} of "
+        f"rollout.max_response_tokens; at most {most:,} response tokens)"
+    )
+
+
+def _spread(count: int) -> list[int]:
+    """Return up to `SHOWN` different numbers, spread over the whole file."""
+    return sorted({round(number * (count - 1) / max(1, SHOWN - 1)) for number in range(SHOWN)})

@@ -1,0 +1,120 @@
+"""The tasks of a job's question files (`data.path`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from arpo_megatron.config import DataConfig
+from arpo_megatron.errors import UserError
+from arpo_megatron.registry import ExtensionPoint, make
+from arpo_megatron.tasks.base import BadRow, Task
+from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
+from arpo_megatron.tasks.files.large import IN_MEMORY_BYTES, TaskStore
+from arpo_megatron.tasks.files.mixture import MixedTasks, shares
+from arpo_megatron.tasks.files.rows import Columns
+from arpo_megatron.tasks.files.sources import FileReader, numbered
+from arpo_megatron.utils.table_reader import BadRowError, FileRow
+
+_CHECKED_ROWS = 1000
+"""Rows of which one must be usable before a job starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTasks:
+    """The tasks of `data.path` in order, and the rows that gave none."""
+
+    tasks: Sequence[Task]
+    """`MixedTasks` for a mixture."""
+    bad_rows: tuple[BadRow, ...]
+
+    def split(self, held_out: int) -> tuple[Sequence[Task], Sequence[Task]]:
+        """Split into training and held-out tasks: the last ones, of a mixture from each data set by its weight.
+
+        Raises:
+            UserError: no training task is left.
+        """
+        parts = self.tasks.parts if isinstance(self.tasks, MixedTasks) else ((1.0, self.tasks),)
+        most = [len(tasks) - 1 for _, tasks in parts]
+        kept = shares([weight for weight, _ in parts], held_out, [0] * len(parts), most)
+        if sum(kept) < held_out:
+            raise UserError(
+                f"data.path: {len(self.tasks)} usable rows are too few for data.held_out={held_out} and a training task"
+            )
+        cuts = [(tasks, len(tasks) - number) for (_, tasks), number in zip(parts, kept, strict=True)]
+        train = [(weight, tasks[:cut]) for (weight, _), (tasks, cut) in zip(parts, cuts, strict=True)]
+        held = [task for tasks, cut in cuts for task in tasks[cut:]]
+        return train[0][1] if len(train) == 1 else MixedTasks(train), held
+
+
+def read_tasks(data: DataConfig, tokenizer: ChatTokenizer | None = None, *, limit: int = IN_MEMORY_BYTES) -> FileTasks:
+    """Read the question files of a job.
+
+    Args:
+        data: path, reader, columns and largest prompt.
+        tokenizer: provides the chat template, if it has one, and the prompt's length; None: lengths are not checked.
+        limit: bytes of text per data set beyond which its tasks are kept on disk.
+
+    Raises:
+        UserError: a file is missing or unreadable, or has no usable row.
+    """
+    read, bad_rows = [], list[BadRow]()
+    for path, weight in data.sources:
+        store, begun = TaskStore(limit), len(bad_rows)
+        for row in _rows(data, path):
+            try:
+                store.add(_task(data, path, row, tokenizer))
+            except BadRowError as problem:
+                bad_rows.append(BadRow(row.number, str(problem), row.where))
+        if not len(store):
+            raise _useless(path, bad_rows[begun:])
+        read.append((weight, store.finish()))
+    return FileTasks(read[0][1] if len(read) == 1 else MixedTasks(read), tuple(bad_rows))
+
+
+def check_readable(data: DataConfig) -> None:
+    """Raise UserError unless each file of `data.path` has a usable question among its first rows."""
+    for path, _ in data.sources:
+        bad_rows = []
+        for row in islice(_rows(data, path), _CHECKED_ROWS):
+            try:
+                _task(data, path, row, None)
+                break
+            except BadRowError as problem:
+                bad_rows.append(BadRow(row.number, str(problem), row.where))
+        else:
+            raise _useless(path, bad_rows)
+
+
+def read_texts(data: DataConfig) -> Iterator[str]:
+    """Yield the text of every usable row (messages and answer), to train a tokenizer on. Raises like `read_tasks`."""
+    for task in read_tasks(data).tasks:
+        yield task.prompt_text
+        yield task.ground_truth
+
+
+def _useless(path: Path, bad_rows: Sequence[BadRow]) -> UserError:
+    first = f"; the first: {bad_rows[0].reason}" if bad_rows else ""
+    return UserError(f"data.path={path}: none of its {len(bad_rows)} rows can be used{first}")
+
+
+def _rows(data: DataConfig, path: Path) -> Iterator[FileRow]:
+    reader = FileReader(data.split)
+    if data.reader != "auto":
+        reader = make(ExtensionPoint.DATA_READER, data.reader, {"split": data.split})
+    return numbered(reader, path)
+
+
+def _task(data: DataConfig, path: Path, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:
+    messages, answer, kind = Columns({str(name): column for name, column in data.columns.items()}, data.verifier).read(
+        row.value()
+    )
+    text = chat_text(messages, tokenizer)
+    if tokenizer is not None and len(text.encode()) > data.max_prompt_tokens:  # no token is shorter than a byte
+        length = len(tokenizer.encode(text, add_special_tokens=False))
+        if length > data.max_prompt_tokens:
+            raise BadRowError(
+                f"the prompt has {length} tokens, more than data.max_prompt_tokens={data.max_prompt_tokens}"
+            )
+    name = path.stem if path.is_file() else path.name
+    return Task(f"{name}-{row.number}", messages, answer, kind, text)

@@ -1,0 +1,103 @@
+r"""Rows of question files: messages with a `reward_model` (verl and the released ARPO files), or question and answer.
+
+The system prompts of the released files have a literal backspace in place of the backslash of "\boxed"; reading
+repairs it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arpo_megatron.tasks.base import Message
+from arpo_megatron.tasks.tags.response import last_boxed
+from arpo_megatron.utils.table_reader import BadRowError
+
+QUESTION = ("prompt", "messages", "question", "problem", "Question", "query")
+ANSWER = ("reward_model.ground_truth", "answer", "ground_truth", "golden_answers", "Answer", "solution")
+KIND = ("ability", "data_source")
+COLUMNS = ("question", "answer", "kind")
+"""Names that `data.columns` maps to a column of the file."""
+_MATHEMATICS = re.compile(r"math|gsm8k|aime", re.IGNORECASE)
+_NUMBER_OR_LATEX = re.compile(r"[-+]?[\d.,]+\s*%?|.*[\\$^].*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Finds question, answer and kind in a row."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Column of the file for some of `COLUMNS` (`data.columns`); a dot leads into an object."""
+    verifier: Literal["math", "qa"] | None = None
+    """How answers are verified without a column of kinds (`data.verifier`)."""
+
+    def read(self, row: Any) -> tuple[tuple[Message, ...], str, str]:
+        """Return messages, expected answer, and "math" or "qa". Raises BadRowError."""
+        if not isinstance(row, dict):
+            raise BadRowError("the row is not an object")
+        messages = _messages(self._value(row, "question", QUESTION))
+        answer = _answer(self._value(row, "answer", ANSWER))
+        return messages, answer, self._kind(row, answer)
+
+    def _value(self, row: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Any:
+        tried = (self.names[name],) if name in self.names else known
+        for column in tried:
+            if (value := _get(row, column)) is not None:
+                return value
+        if any(_has(row, column) for column in tried):
+            return None
+        raise BadRowError(
+            f"no column {' or '.join(tried)}; it has: {', '.join(map(str, row))}; set data.columns.{name}=COLUMN"
+        )
+
+    def _kind(self, row: Mapping[str, Any], answer: str) -> str:
+        named = (self.names["kind"],) if "kind" in self.names else KIND
+        kind = next((value for name in named if (value := _get(row, name))), None)
+        if kind is not None:
+            return "math" if _MATHEMATICS.search(str(kind)) else "qa"
+        if self.verifier is not None:
+            return self.verifier
+        return "math" if _NUMBER_OR_LATEX.fullmatch(answer) else "qa"
+
+
+def _get(row: Any, column: str) -> Any:
+    for part in column.split("."):
+        row = row.get(part) if isinstance(row, dict) else None
+    return row
+
+
+def _has(row: Mapping[str, Any], column: str) -> bool:
+    return column.partition(".")[0] in row
+
+
+def _messages(prompt: Any) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not all(isinstance(turn, dict) for turn in prompt):
+        raise BadRowError("the question is neither text nor a list of messages")
+    messages: list[Message] = []
+    for turn in prompt:
+        role, content = turn.get("role"), turn.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRowError("a message without role or content")
+        messages.append({"role": role, "content": content.replace("\x08oxed", "\\boxed")})
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise BadRowError("the question is empty")
+    return tuple(messages)
+
+
+def _answer(found: Any) -> str:
+    """Return the answer of text, number or list (its first), or the final answer of a worked solution."""
+    if isinstance(found, list):
+        found = found[0] if found else None
+    if isinstance(found, bool):
+        found = "yes" if found else "no"
+    if isinstance(found, int | float):
+        found = str(found)
+    if not isinstance(found, str) or not found.strip():
+        raise BadRowError("the answer is missing")
+    if "\n#### " in found:  # GSM8K
+        found = found.rpartition("#### ")[2]
+    elif "\n" in found.strip() or " " in found.strip():
+        found = last_boxed(found) or found
+    return str(found).strip()
