@@ -1,4 +1,7 @@
-"""Layouts of a job on GPUs: the values in which the layouts of a recipe differ, as a config and as a variant."""
+"""Layouts of a job on GPUs: the values in which the layouts of a recipe differ, as a config and as a variant.
+
+Each is the first layout that `arpo plan` finds for its number of GPUs and its placement (tests/plan/test_defaults.py).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,14 +15,20 @@ Variant = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class RecipeLayout:
-    """Trainer ranks, and engines that share their GPUs (with `split`: that have the same number of other GPUs)."""
+    """Trainer ranks, and engines that share their GPUs (with `split`: that have `engines` x `engine` other GPUs)."""
 
+    gpu: str = "h100-80"
+    """GPU that the layout is for (`arpo plan --gpu`)."""
     tensor: int = 1
     """Tensor-parallel ranks; above 1 with sequence parallelism."""
     data: int = 1
     """Data-parallel ranks."""
     pipeline: int = 1
     """Pipeline stages."""
+    virtual_pipeline: int = 1
+    """Chunks of layers per pipeline stage."""
+    context: int = 1
+    """Context-parallel ranks."""
     expert: int = 1
     """Expert-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "full"
@@ -27,18 +36,15 @@ class RecipeLayout:
     token_budget: int = 16384
     """Tokens per pack."""
     engine: int = 1
-    """GPUs per engine; the number of engines follows from the number of GPUs."""
+    """GPUs per engine."""
+    engines: int = 0
+    """Number of engines; 0: as many as the trainer's GPUs hold."""
     memory_fraction: float = 0.3
     """Share of a GPU for the engine's weights and KV pool."""
     offload: bool = False
     """Keep the optimizer state in host memory."""
     split: bool = False
-    """Give the engines GPUs of their own."""
-
-    @property
-    def engines(self) -> int:
-        """Number of engines that the trainer's GPUs hold."""
-        return self.tensor * self.data * self.pipeline // self.engine
+    """Give the engines GPUs of their own, and sample while the trainer trains on the trees of the step before."""
 
     def variant(self) -> Variant:
         """Return all of its keys, so that it replaces another layout completely."""
@@ -47,15 +53,22 @@ class RecipeLayout:
             "parallel.sequence": self.tensor > 1,
             "parallel.data": self.data,
             "parallel.pipeline": self.pipeline,
+            "parallel.virtual_pipeline": self.virtual_pipeline,
+            "parallel.context": self.context,
             "parallel.expert": self.expert,
             "parallel.recompute": self.recompute,
             "train.token_budget": self.token_budget,
             "engine.tensor": self.engine,
-            "engine.replicas": self.engines,
+            "engine.replicas": self.engines or self._ranks // self.engine,
             "engine.memory_fraction": self.memory_fraction,
             "engine.placement": "split" if self.split else "colocated",
             "optimizer.offload": self.offload,
+            "rollout.max_staleness": int(self.split),
         }
+
+    @property
+    def _ranks(self) -> int:
+        return self.tensor * self.data * self.pipeline * self.context
 
     def apply(self, job: JobConfig) -> JobConfig:
         """Return the job in this layout."""
@@ -68,19 +81,14 @@ class RecipeLayout:
 
 
 def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
-    """Return layouts as variants: `1node`, `2nodes`, ... for nodes of eight H100 80 GB, others named by GPU."""
+    """Return layouts as variants."""
     return {name: layout.variant() for name, layout in layouts.items()}
 
 
-FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1}
-"""The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16."""
+FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1, "engine.memory_fraction": 0.3}
+"""The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16. The
+copies of the weights in FP8 stay on the GPU, so engines get less of it."""
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
 """Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects; not for models with
 normed heads."""
-
-
-def asynchronous(layout: RecipeLayout) -> Variant:
-    """Return the layout with as many GPUs again for engines, and rollouts that overlap with training."""
-    split = replace(layout, split=True, memory_fraction=0.85)
-    return {**split.variant(), "rollout.max_staleness": 1}

@@ -8,16 +8,19 @@ Model: Qwen/Qwen3-32B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=8, data=1, engine=8, memory_fraction=0.4, offload=True),
-    "2nodes": RecipeLayout(tensor=8, data=2, engine=8, memory_fraction=0.45, offload=True),
-    "4nodes": RecipeLayout(tensor=8, data=4, engine=8, memory_fraction=0.3),
-    "16nodes": RecipeLayout(tensor=8, data=8, pipeline=2, engine=8, memory_fraction=0.5),
-    "h200": RecipeLayout(tensor=8, data=2, engine=4, memory_fraction=0.45),
+    "1node": RecipeLayout(tensor=8, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
+    "2nodes": RecipeLayout(tensor=8, pipeline=2, recompute="none", token_budget=8192, engine=8, memory_fraction=0.4),
+    "4nodes": RecipeLayout(tensor=8, data=4, token_budget=8192, engine=8, memory_fraction=0.4),
+    "16nodes": RecipeLayout(tensor=8, data=8, context=2, token_budget=8192, engine=8, memory_fraction=0.5),
+    "h200": RecipeLayout(gpu="h200", tensor=4, data=4, token_budget=8192, engine=8),
+    "split": RecipeLayout(
+        tensor=8, pipeline=2, recompute="none", engine=8, engines=2, memory_fraction=0.85, split=True
+    ),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:

@@ -8,16 +8,17 @@ Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=4, data=2, engine=4, memory_fraction=0.45),
-    "2nodes": RecipeLayout(tensor=4, data=4, engine=4, memory_fraction=0.5),
-    "4nodes": RecipeLayout(tensor=4, data=8, engine=4, memory_fraction=0.5),
-    "16nodes": RecipeLayout(tensor=8, data=16, engine=8, memory_fraction=0.5),
-    "h200": RecipeLayout(tensor=2, data=4, engine=2, memory_fraction=0.55),
+    "1node": RecipeLayout(tensor=2, data=4, token_budget=8192, engine=4, memory_fraction=0.4),
+    "2nodes": RecipeLayout(tensor=2, data=8, token_budget=8192, engine=8, memory_fraction=0.4),
+    "4nodes": RecipeLayout(tensor=2, data=16, token_budget=8192, engine=8, memory_fraction=0.5),
+    "16nodes": RecipeLayout(tensor=8, data=16, token_budget=8192, engine=8, memory_fraction=0.7),
+    "h200": RecipeLayout(gpu="h200", data=8, token_budget=8192, engine=4, memory_fraction=0.4),
+    "split": RecipeLayout(tensor=2, data=8, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:

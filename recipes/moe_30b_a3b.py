@@ -11,16 +11,19 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, asynchronous, variants
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=4, data=2, expert=8, engine=4, memory_fraction=0.4, offload=True),
-    "2nodes": RecipeLayout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.45, offload=True),
-    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, engine=4, memory_fraction=0.35),
-    "16nodes": RecipeLayout(tensor=4, data=8, pipeline=4, expert=8, engine=4, memory_fraction=0.5),
-    "h200": RecipeLayout(tensor=4, data=4, expert=8, engine=4, memory_fraction=0.4),
+    "1node": RecipeLayout(data=8, expert=8, token_budget=32768, engine=4, memory_fraction=0.4, offload=True),
+    "2nodes": RecipeLayout(data=4, pipeline=4, expert=4, token_budget=8192, engine=4, memory_fraction=0.4),
+    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, token_budget=32768, engine=8, memory_fraction=0.4),
+    "16nodes": RecipeLayout(
+        tensor=4, data=8, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.6
+    ),
+    "h200": RecipeLayout(gpu="h200", data=8, context=2, expert=8, token_budget=32768, engine=4, memory_fraction=0.5),
+    "split": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=4, engines=4, memory_fraction=0.85, split=True),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "split": asynchronous(LAYOUTS["2nodes"]), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
 
 
 def recipe() -> JobConfig:

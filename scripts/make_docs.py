@@ -1,5 +1,5 @@
-"""Write docs/reference/configuration.md from the config dataclasses, and the generated tables of cluster.md and
-algorithms.md (`make docs`).
+"""Write docs/reference/configuration.md from the config dataclasses, and the generated tables of cluster.md,
+planning.md and algorithms.md (`make docs`).
 
 A test fails when they are out of date.
 """
@@ -15,10 +15,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import AlgorithmConfig, JobConfig
+from arpo_megatron.hardware.specs import GIB
+from arpo_megatron.jobs import resolve
+from arpo_megatron.plan import GPUS, plan
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
 CLUSTER = TARGET.parents[1] / "guides" / "cluster.md"
+PLANNING = CLUSTER.with_name("planning.md")
 ALGORITHMS = TARGET.with_name("algorithms.md")
 HEAD = """# Configuration reference
 
@@ -52,6 +56,27 @@ def render_profile(page: str) -> str:
 def render_algorithms(page: str) -> str:
     """Return the page about methods with its tables of presets and components."""
     return _between("components", _components(), _between("presets", _presets(), page))
+
+
+MEASURED: dict[str, float] = {}
+"""Seconds per step of `RECIPE+layout`, measured on the GPUs of that layout with `arpo train`."""
+
+
+def render_plans(page: str) -> str:
+    """Return the page about planning with its table of the recipes' layouts."""
+    rows = [
+        "| recipe | layout | GPUs | seconds per step | measured | GPU-hours | GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for recipe, layout in ((name, each) for name in resolve.recipe_names() for each in resolve.layout_names(name)):
+        name = f"{recipe}+{layout}"
+        found = plan(resolve.resolve(name), GPUS[resolve.gpu_of(name)])
+        seconds = f"{found.seconds:.{0 if found.seconds >= 10 else 1}f}"
+        rows.append(
+            f"| `{recipe}` | `{layout}` | {found.gpus} {found.hardware.name} | {seconds} | {MEASURED.get(name, '')} | "
+            f"{found.gpu_hours:.0f} | {found.peak_bytes / GIB:.0f} |"
+        )
+    return _between("plans", rows, page)
 
 
 def _between(name: str, rows: list[str], page: str) -> str:
@@ -164,4 +189,5 @@ def _type(kind: Any) -> str:
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
     CLUSTER.write_text(render_profile(CLUSTER.read_text(encoding="utf-8")), encoding="utf-8")
+    PLANNING.write_text(render_plans(PLANNING.read_text(encoding="utf-8")), encoding="utf-8")
     ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")

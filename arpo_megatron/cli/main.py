@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -37,6 +37,9 @@ from arpo_megatron.config.io import dump_config
 from arpo_megatron.config.yaml import yaml_text
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve, run_directory
+
+if TYPE_CHECKING:
+    from arpo_megatron.plan import Hardware
 
 app = typer.Typer(
     name="arpo",
@@ -194,7 +197,9 @@ def export(
     return None
 
 
-Gpu = Annotated[str, typer.Option(help="GPU type: h100-80, h200 or a100-80.")]
+Gpu = Annotated[
+    str | None, typer.Option(help="GPU type: h100-80, h200, a100-80 or l40s; default: that of the recipe's layout.")
+]
 
 
 @app.command(rich_help_panel=Panel.START)
@@ -211,8 +216,11 @@ def plan_command(
     recipe: Recipe,
     overrides: Overrides = None,
     config: ConfigFile = None,
-    gpu: Gpu = "h100-80",
+    gpu: Gpu = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: the recipe's layout.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster profile whose GPUs and speeds to plan for, instead of --gpu.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
     search: Annotated[bool, typer.Option(help="Also search for better layouts (takes seconds).")] = True,
 ) -> None:
@@ -224,7 +232,7 @@ def plan_command(
     from arpo_megatron.plan.nodes import resolve_on_nodes
     from arpo_megatron.plan.search import search as search_layouts
 
-    hardware = Hardware.named(gpu)
+    hardware = Hardware.named(gpu or resolve.gpu_of(recipe)) if cluster is None else _hardware_of(cluster)
     job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
     found = plan(job, hardware, nodes)
     others = search_layouts(found.config, hardware) if search else None
@@ -237,6 +245,14 @@ def plan_command(
     if not found.fits:
         raise typer.Exit(1)
     next_command(f"arpo submit {recipe} --cluster NAME --dry-run")
+
+
+def _hardware_of(cluster: str) -> "Hardware":
+    from arpo_megatron.cluster.profile import load_profile
+
+    if (found := load_profile(cluster).hardware()) is None:
+        raise UserError(f"--cluster {cluster}: its profile has no `gpu` to plan for: set it, or give --gpu")
+    return found
 
 
 def _resolve(recipe: str, overrides: Sequence[str] | None, config: Path | None, seed: int | None) -> JobConfig:

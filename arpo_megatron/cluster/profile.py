@@ -17,7 +17,9 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive, PositiveFloat
 from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
+from arpo_megatron.hardware.specs import GB
 from arpo_megatron.plan import GPUS, Hardware
+from arpo_megatron.plan.timing import LINK_SHARE
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 DIRECTORY = Path(__file__).with_name("profiles").resolve()
@@ -87,8 +89,12 @@ class ClusterProfile:
     signal_s: Positive = 300
     """Seconds before the time limit at which the job saves and ends. It must be longer than a training step and a
     checkpoint, and shorter than `time`. Slurm's signal may come up to a minute earlier."""
-    checkpoint_gb_s: PositiveFloat = 2.0
-    """GB per second at which a job writes a checkpoint to `runs`, for the check of `signal_s`."""
+    filesystem_gb_s: PositiveFloat = 2.0
+    """GB per second at which all nodes together write to `runs`, for plans and for the check of `signal_s`."""
+    network_gb_s: PositiveFloat | None = None
+    """GB per second that collectives send from a GPU to other nodes. None: 0.7 of the data sheet."""
+    host_copy_gb_s: PositiveFloat | None = None
+    """GB per second between a GPU and its host, with all GPUs of a node copying. None: the data sheet."""
     ssh: str | None = None
     """[USER@]HOST[:PORT] or ~/.ssh/config alias of a login node. `arpo` commands with this `--cluster` run there, with
     the local code. All other paths and variables are those of the login node, and `python` is required.
@@ -132,11 +138,15 @@ class ClusterProfile:
         """Return the GPUs per node that the job computes on; 0 if it computes on CPUs."""
         return 0 if config.platform == "cpu" else self.gpus_per_node
 
-    def hardware(self, config: JobConfig) -> Hardware | None:
-        """Return the hardware to plan the job for; None if the profile has no `gpu` or the job uses none."""
-        if self.gpu is None or not self.gpus_of(config):
+    def hardware(self) -> Hardware | None:
+        """Return the hardware of a node with the speeds of this profile; None without `gpu`."""
+        if self.gpu is None or not self.gpus_per_node:
             return None
-        return replace(Hardware.named(self.gpu), gpus=self.gpus_per_node)
+        found = Hardware.named(self.gpu)
+        network = found.network if self.network_gb_s is None else self.network_gb_s * GB / LINK_SHARE
+        host_link = found.host_link if self.host_copy_gb_s is None else self.host_copy_gb_s * GB
+        filesystem = self.filesystem_gb_s * GB
+        return replace(found, gpus=self.gpus_per_node, network=network, host_link=host_link, filesystem=filesystem)
 
     def unset_secrets(self) -> list[str]:
         """Return the secrets with source `env` that are not set in this process."""

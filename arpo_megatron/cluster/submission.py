@@ -53,13 +53,13 @@ class Submission:
         if self.forecast is None:
             return ""
         size = checkpoint_bytes(self.config, load_spec(on_host(self.config, self.profile).model))
-        save_s = size / (1e9 * self.profile.checkpoint_gb_s)
+        save_s = size / (1e9 * self.profile.filesystem_gb_s)
         needed_s = self.forecast.seconds + save_s
         if self.profile.signal_s >= needed_s:
             return ""
         return (
             f"signal_s={self.profile.signal_s} is shorter than a step of {self.forecast.seconds:.0f} s and a save of "
-            f"{save_s:.0f} s (checkpoint_gb_s): set signal_s to {math.ceil(needed_s / 60) * 60}"
+            f"{save_s:.0f} s (filesystem_gb_s): set signal_s to {math.ceil(needed_s / 60) * 60}"
         )
 
     @property

@@ -82,7 +82,7 @@ def prepare_submission(
     _check_path("the run directory", path)
     _check_path("python:", _python(profile))
     config = replace(config, run_dir=path)
-    hardware = profile.hardware(config)
+    hardware = profile.hardware() if profile.gpus_of(config) else None
     forecast = None if hardware is None else plan(on_host(config, profile), hardware)
     arguments = (ONLY_SFT,) if only_sft else ()
     return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto, arguments)

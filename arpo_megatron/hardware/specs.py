@@ -34,6 +34,8 @@ class Hardware:
     host_memory: float
     """Memory of a node."""
     host_memory_speed: float
+    filesystem: float = 2 * GB
+    """Speed at which all nodes together read and write a shared filesystem. Assumption."""
 
     @classmethod
     def named(cls, name: str) -> "Hardware":
@@ -76,6 +78,21 @@ GPUS: Mapping[str, Hardware] = {
         gpus=8,
         link=300 * GB,
         network=25 * GB,
+        host_link=25 * GB,
+        host_memory=1000 * GB,
+        host_memory_speed=380 * GB,
+    ),
+    # NVIDIA L40S data sheet: 48 GB, PCIe 4 x16 and no NVLink. Its nodes differ; this one has 100 Gbit/s for two GPUs.
+    "l40s": Hardware(
+        name="l40s",
+        memory=44.9 * GIB,
+        memory_speed=0.864e12,
+        bf16_flops=362e12,
+        fp8_flops=733e12,
+        fp8=True,
+        gpus=8,
+        link=25 * GB,
+        network=6.25 * GB,
         host_link=25 * GB,
         host_memory=1000 * GB,
         host_memory_speed=380 * GB,

@@ -46,6 +46,26 @@ def variant_names(recipe: str) -> list[str]:
     return list(_variants(recipe))
 
 
+def gpu_of(recipe: str) -> str:
+    """Return the GPU (`arpo plan --gpu`) that the last layout in `RECIPE+variant+...` is for."""
+    name, *wanted = recipe.split("+")
+    layouts = _layouts(name)
+    chosen = [layouts[variant].gpu for variant in wanted if variant in layouts]
+    return chosen[-1] if chosen else "h100-80"
+
+
+def layout_names(recipe: str) -> list[str]:
+    """Return the variants of a recipe that are layouts."""
+    return list(_layouts(recipe))
+
+
+def _layouts(recipe: str) -> Mapping[str, Any]:
+    if recipe not in recipe_names():
+        return {}
+    layouts: Mapping[str, Any] = getattr(importlib.import_module(f"arpo_megatron.recipes.{recipe}"), "LAYOUTS", {})
+    return layouts
+
+
 class Source(StrEnum):
     """Kinds of layers, by where their values come from."""
 

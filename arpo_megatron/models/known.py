@@ -58,6 +58,7 @@ KNOWN_MODELS: Mapping[str, ModelSpec] = {
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ),
     "Qwen/Qwen3-0.6B": ModelSpec(**{**_QWEN3, "tied": True}, layers=28, hidden=1024, heads=16, ffn=3072),
+    "Qwen/Qwen3-1.7B": ModelSpec(**{**_QWEN3, "tied": True}, layers=28, hidden=2048, heads=16, ffn=6144),
     "Qwen/Qwen3-4B": ModelSpec(**{**_QWEN3, "tied": True}, layers=36, hidden=2560, heads=32, ffn=9728),
     "Qwen/Qwen3-8B": ModelSpec(**_QWEN3, layers=36, hidden=4096, heads=32, ffn=12288),
     "Qwen/Qwen3-14B": ModelSpec(**_QWEN3, layers=40, hidden=5120, heads=40, ffn=17408),

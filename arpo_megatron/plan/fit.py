@@ -12,7 +12,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.plan.parameters import active_parameters, stage_parameters, whole_model
-from arpo_megatron.plan.workload import largest, typical
+from arpo_megatron.plan.workload import Workload, largest, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Plan:
     tokens: float
     """Tokens of a step's trees, each counted once."""
     steps: int
+    start_seconds: float
+    """Seconds from the start of the job to its first step."""
     unfit: Unfit | None
     """Reason why the job does not fit; None if it fits."""
 
@@ -65,18 +67,21 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Resources that the job would waste."""
-        config, data = self.config, self.config.parallel.data
-        alone = config.sft_only
-        trees = config.sft.batch if alone else config.train.tasks_per_step // config.algorithm.minibatches
+        data, trees = self.config.parallel.data, trees_of_update(self.config)
         if data <= trees:
             return ()
-        what = f"{trees} {'conversations' if alone else 'trees'} an update"
+        what = f"{trees} {'conversations' if self.config.sft_only else 'trees'} an update"
         return (f"parallel.data={data}, but {what}: {data - trees} of {data} ranks wait; raise tensor or pipeline",)
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of the whole job, without evaluations and checkpoints."""
-        return self.steps * self.seconds * self.nodes * self.hardware.gpus / 3600
+        """GPU-hours of the whole job in one allocation, without evaluations."""
+        return (self.start_seconds + self.steps * self.seconds) * self.gpus / 3600
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the job occupies: whole nodes, or those in use on a part of one node."""
+        return self.layout.gpus_used if self.layout and self.nodes == 1 else self.nodes * self.hardware.gpus
 
     @property
     def nodes(self) -> int:
@@ -112,6 +117,7 @@ class Plan:
             "tokens_per_step": round(self.tokens),
             "step_seconds": {name: round(seconds, 3) for name, seconds in self.step_seconds.items()},
             "seconds_per_step": round(self.seconds, 3),
+            "start_seconds": round(self.start_seconds),
             "steps": self.steps,
             "gpu_hours": round(self.gpu_hours, 1),
             "fits": self.fits,
@@ -120,13 +126,31 @@ class Plan:
         }
 
 
-def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Workloads:
+    """The trees that a plan counts, which a layout does not change."""
+
+    typical: Workload
+    """Trees for estimates of time."""
+    largest: Workload
+    """Trees for estimates of memory."""
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "Workloads":
+        """Return the trees of a job."""
+        return cls(typical(config), largest(config))
+
+
+def plan(
+    config: JobConfig, hardware: Hardware, nodes: int | None = None, *, workloads: Workloads | None = None
+) -> Plan:
     """Plan a job.
 
     Args:
         config: config of the job. The plan's config has the placement for `engine.placement=auto`.
         hardware: node to run on.
         nodes: number of nodes; None for as few as possible.
+        workloads: `Workloads.of(config)`, for a caller that plans many layouts.
 
     Raises:
         UserError: the model's sizes are unknown (no files at `model.path`, no known `model.hub_id`).
@@ -139,12 +163,14 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
             config = with_placement(config, layout)
         except UserError as error:
             unfit = Unfit("the job cannot be laid out on the nodes", str(error))
-    work, most = typical(config), largest(config)
+    trees_of = workloads or Workloads.of(config)
+    work, most = trees_of.typical, trees_of.largest
     alone = config.sft_only
     trees = config.sft.batch if alone else config.train.tasks_per_step
     needs = memory.job_memory(config, spec, hardware, most)
     phases = timing.phase_seconds(config, spec, hardware, work, needs.kv_tokens)
     held = [stage_parameters(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
+    count = layout.nodes if layout else 1
     return Plan(
         config=config,
         hardware=hardware,
@@ -158,8 +184,14 @@ def plan(config: JobConfig, hardware: Hardware, nodes: int | None = None) -> Pla
         decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
         steps=config.sft.steps if alone else config.train.steps,
+        start_seconds=timing.start_seconds(spec, hardware, count, memory.value_bytes(config)),
         unfit=unfit or find_shortage(config, needs, hardware),
     )
+
+
+def trees_of_update(config: JobConfig) -> int:
+    """Return the number of trees (of conversations, for a cold start) of one update."""
+    return config.sft.batch if config.sft_only else config.train.tasks_per_step // config.algorithm.minibatches
 
 
 def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
@@ -198,13 +230,14 @@ def _engines_impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) 
 
 
 UPDATE_TOO_LARGE = "an update needs more memory than a GPU has"
+TOGETHER_TOO_LARGE = "trainer and engine together need more memory than a GPU has"
 
 
 def find_shortage(config: JobConfig, needs: memory.Memory, hardware: Hardware) -> Unfit | None:
     """Return which memory is too small, or None."""
     for kind, phase, parts in (
         (UPDATE_TOO_LARGE, "training", needs.training),
-        ("trainer and engine together need more memory than a GPU has", "rollout", needs.rollout),
+        (TOGETHER_TOO_LARGE, "rollout", needs.rollout),
         ("an engine needs more memory than a GPU has", "engine", needs.engine),
     ):
         total = sum(parts.values())

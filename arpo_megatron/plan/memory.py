@@ -211,13 +211,22 @@ def _engine(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> tuple[Par
     return parts, tokens
 
 
+def checkpoint_copy(config: JobConfig, spec: ModelSpec) -> float:
+    """Return the bytes that the fullest rank copies to host memory for a checkpoint."""
+    held = _fullest_stage(config, spec)
+    return held.total * value_bytes(config) / config.parallel.data + _state(config, held)
+
+
+def _fullest_stage(config: JobConfig, spec: ModelSpec) -> Parameters:
+    stages = (stage_parameters(spec, config.parallel, stage) for stage in range(config.parallel.pipeline))
+    return max(stages, key=lambda held: held.total)
+
+
 def _host(config: JobConfig, spec: ModelSpec) -> Parts:
     """Return the host memory of the fullest rank: the copy for writing a checkpoint, and state that stays there."""
-    stages = [stage_parameters(spec, config.parallel, stage) for stage in range(config.parallel.pipeline)]
-    held = max(stages, key=lambda found: found.total)
+    held = _fullest_stage(config, spec)
     weights = held.total * value_bytes(config)
-    state = _state(config, held)
-    parts: Parts = {"checkpoint_copy": weights / config.parallel.data + state}
+    parts: Parts = {"checkpoint_copy": checkpoint_copy(config, spec)}
     if share := offloaded(config):  # weights, two moments and gradients in float32 (Megatron's HybridDeviceOptimizer)
         parts["optimizer"] = share * 16.0 * optimizer_parameters(held, config.parallel)
     if config.algorithm.kl_coefficient:

@@ -1,6 +1,7 @@
 """Parameter counts of a model and of one rank. They are exact: tests build models on the meta device and compare."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec
@@ -53,6 +54,7 @@ def optimizer_parameters(held: Parameters, parallel: ParallelConfig) -> float:
     return held.dense / dense + held.experts / experts
 
 
+@cache
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> Parameters:
     """Return the parameters of each rank of a pipeline stage.
 

@@ -11,7 +11,10 @@ from arpo_megatron.plan.search import LayoutSearchResult
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "parallel": tuple(field.name for field in fields(ParallelConfig)),
     "train": ("token_budget",),
-    "engine": ("tensor", "replicas", "memory_fraction"),
+    "engine": ("placement", "tensor", "replicas", "memory_fraction"),
+    "rollout": ("max_staleness",),
+    "optimizer": ("offload",),
+    "sync": ("transport",),
 }
 """Config keys that a search changes."""
 
@@ -94,7 +97,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     last = f"{config.sft.batch} conversations" if config.sft_only else pool
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
     steps = f"{plan.steps} {step.split()[1]}s"
-    yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours without evaluations and checkpoints"
+    yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours with a start-up of {plan.start_seconds:.0f} s, without evaluations"
     for warning in plan.warnings:
         yield f"warning: {warning}"
     yield "fits" if plan.fits else f"does not fit: {plan.reason}"

@@ -1,33 +1,57 @@
 """Layout search: the fastest layouts of a job that fit on the same GPUs, and why the others fail."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.hardware.placement import gpus_for_both
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
+from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import Recompute
-from arpo_megatron.plan.fit import UPDATE_TOO_LARGE, Plan, conflict, find_conflict, plan
+from arpo_megatron.plan.fit import (
+    TOGETHER_TOO_LARGE,
+    UPDATE_TOO_LARGE,
+    Plan,
+    Unfit,
+    Workloads,
+    conflict,
+    find_conflict,
+    plan,
+    trees_of_update,
+)
+from arpo_megatron.plan.memory import shared
+from arpo_megatron.plan.timing import push_seconds
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Candidates for `engine.memory_fraction`; the largest that fits is used."""
-
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 """Candidates for `parallel.recompute`. `selective` would save little, because FlexAttention stores no scores."""
+BUDGETS = (8192, 16384, 32768)
+"""Candidates for `train.token_budget`, next to the job's own."""
+TOLERANCE = 1.15
+"""Ratio of times below which a simpler layout is preferred: the estimates are not better than that, and data-parallel
+ranks are the ones that another number of nodes can change."""
+MARGIN = 0.05
+"""Share of a GPU's memory that a found layout leaves free, because no GPU has been measured."""
+
+Where = Literal["colocated", "split"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSearchResult:
-    """Layouts that fit, the fastest first, and the reasons why others do not."""
+    """Layouts that fit, and the reasons why others do not."""
 
     base: JobConfig
     best: tuple[Plan, ...]
-    """Plans that fit, fastest first, each with a different partition of the model."""
+    """Plans that fit, each with a different partition of the model and another placement. The first one is the
+    simplest of those that are about as fast as the fastest; the others follow by time."""
     tried: int
     fit: int
     failed: tuple[tuple[str, int], ...]
@@ -43,60 +67,183 @@ class LayoutSearchResult:
         }
 
 
-def search(config: JobConfig, hardware: Hardware, *, best: int = 5) -> LayoutSearchResult:
-    """Try tensor, (virtual) pipeline, context and expert parallelism, pack sizes, recomputation and engine sizes.
+def search(
+    config: JobConfig, hardware: Hardware, *, best: int = 5, placements: Sequence[Where] = ("colocated", "split")
+) -> LayoutSearchResult:
+    """Try placements, transports, parallelism in all dimensions, pack sizes, recomputation, offload and engine sizes.
 
-    The number of trainer ranks and of engine GPUs is constant. Ranks without another dimension are data-parallel.
+    The number of GPUs is constant. Engines share those of the trainer, or have whole nodes (on one node: GPUs) of their
+    own, and then trees are sampled while the trainer trains on those of the step before (`rollout.max_staleness=1`).
+    Ranks without another dimension are data-parallel.
     """
-    spec = load_spec(config.model)
-    engines = config.engine.tensor * config.engine.replicas
-    sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engines))
+    planner = _Planner(hardware, load_spec(config.model), Workloads.of(config))
     fitting: list[Plan] = []
     failed: Counter[str] = Counter()
-    tried = 0
-    for parallel, budget in product(_layouts(config, hardware, spec.experts is not None), _budgets(config)):
-        for tensor in sizes:
-            tried += 1
-            if engines % tensor:
-                failed["engine GPUs are not a multiple of engine.tensor"] += 1
-                continue
-            try:
-                job = replace(
-                    config,
-                    parallel=parallel,
-                    train=replace(config.train, token_budget=budget),
-                    engine=replace(config.engine, tensor=tensor, replicas=engines // tensor),
-                )
-            except ValidationError as error:
-                failed[_kind_of(error)] += 1
-                continue
-            if unfit := find_conflict(job, spec, hardware):
-                failed[unfit.kind] += 1
-                continue
-            candidate = _largest_pool(job, hardware)
-            if candidate.unfit is None:
-                fitting.append(candidate)
-            else:
-                failed[candidate.unfit.kind] += 1
-    # Prefer fewer dimensions among equal times, which are rounded because they are estimates.
-    fitting.sort(key=lambda found: (round(found.seconds, 1), _dimensions(found.config.parallel), found.peak_bytes))
+    for job in _candidates(config, hardware, planner.spec.experts is not None, placements):
+        found = job if isinstance(job, Unfit) else planner.attempt(job)
+        if isinstance(found, Unfit):
+            failed[found.kind] += 1
+        else:
+            fitting.append(found)
     return LayoutSearchResult(
-        config, tuple(_distinct(fitting)[:best]), tried, len(fitting), tuple(failed.most_common())
+        base=config,
+        best=tuple(_distinct(_simplest_first(fitting), best)),
+        tried=failed.total() + len(fitting),
+        fit=len(fitting),
+        failed=tuple(failed.most_common()),
     )
 
 
-def _distinct(fitting: list[Plan]) -> list[Plan]:
-    """Return the first plan of each partition of model and trees, whatever its packs, recomputation and engines."""
-    first: dict[tuple[int, ...], Plan] = {}
+def _simplest_first(fitting: Sequence[Plan]) -> list[Plan]:
+    """Return the simplest of the plans that are about as fast as the fastest, then all plans by time."""
+    by_time = sorted(fitting, key=_rank)
+    near = [found for found in by_time if found.seconds <= TOLERANCE * by_time[0].seconds]
+    return [min(near, key=_complexity), *by_time] if near else []
+
+
+def _distinct(fitting: Sequence[Plan], best: int) -> list[Plan]:
+    """Return the first plans of each partition of the model, and of several placements not more than 3/5 of one."""
+    first: dict[tuple[object, ...], Plan] = {}
     for found in fitting:
-        p = found.config.parallel
-        first.setdefault((p.tensor, p.context, p.pipeline, p.data, p.expert), found)
-    return list(first.values())
+        first.setdefault(_partition(found.config), found)
+    several = len({shared(found.config) for found in fitting}) > 1
+    limit, kept = math.ceil(0.6 * best) if several else best, Counter[bool]()
+    chosen: list[Plan] = []
+    for found in first.values():
+        if kept[shared(found.config)] < limit and len(chosen) < best:
+            kept[shared(found.config)] += 1
+            chosen.append(found)
+    return chosen
 
 
-def _layouts(config: JobConfig, hardware: Hardware, experts: bool) -> Iterator[ParallelConfig]:
-    """Yield layouts with tensor parallelism inside a node. Ranks without another dimension are data-parallel."""
-    world = config.parallel.world_size
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Plans layouts of one job."""
+
+    hardware: Hardware
+    spec: ModelSpec
+    workloads: Workloads
+
+    def attempt(self, job: JobConfig) -> Plan | Unfit:
+        """Return the plan of a layout with the largest engines that fit and the fastest transport, or why none fits.
+
+        The optimizer's state goes to host memory only if it does not fit otherwise.
+        """
+        if unfit := find_conflict(job, self.spec, self.hardware):
+            return unfit
+        files = replace(job, sync=replace(job.sync, transport="disk"))
+        if job.engine.quantization == "none" and self._push_s(files) < self._push_s(job):
+            job = files
+        if job.parallel.data > trees_of_update(job):
+            return conflict("data-parallel ranks would have no trees")
+        found = self._with_largest_pool(job)
+        if isinstance(found, Unfit) and found.kind == UPDATE_TOO_LARGE and _can_offload(job):
+            found = self._with_largest_pool(replace(job, optimizer=replace(job.optimizer, offload=True)))
+        return found
+
+    def _push_s(self, job: JobConfig) -> float:
+        return 0.0 if job.sft_only else push_seconds(job, self.spec, self.hardware)
+
+    def _with_largest_pool(self, job: JobConfig) -> Plan | Unfit:
+        limit = (1 - MARGIN) * self.hardware.memory
+        largest = 1.0
+        for fraction in FRACTIONS:
+            if fraction > largest:
+                continue
+            tried = job if job.sft_only else replace(job, engine=replace(job.engine, memory_fraction=fraction))
+            found = self._plan(tried)
+            training = sum(found.memory.training.values())
+            if training > limit or job.sft_only:
+                break
+            if found.unfit is None and found.peak_bytes <= limit:
+                return found
+            largest = fraction - (found.peak_bytes - limit) / self.hardware.memory
+        if found.unfit is None and training <= limit:
+            return found
+        return _TOO_LARGE if training > limit else found.unfit or _TOGETHER
+
+    def _plan(self, job: JobConfig) -> Plan:
+        return plan(job, self.hardware, workloads=self.workloads)
+
+
+_TOO_LARGE = Unfit(UPDATE_TOO_LARGE, UPDATE_TOO_LARGE)
+_TOGETHER = Unfit(TOGETHER_TOO_LARGE, TOGETHER_TOO_LARGE)
+
+
+def _can_offload(job: JobConfig) -> bool:
+    whole = job.parallel.distributed_optimizer and job.model.dtype == "bfloat16"
+    return whole and not job.sft_only and not job.optimizer.offload
+
+
+def _rank(found: Plan) -> tuple[float, int, float, float]:
+    """Return the sort key. Times are rounded because they are estimates; among equal ones the simplest is first."""
+    busy = sum(found.step_seconds.values())  # with split placement, what waits for the slower side counts, too
+    return round(found.seconds, 1), _dimensions(found.config), round(busy, 1), found.peak_bytes
+
+
+def _complexity(found: Plan) -> tuple[int, float, tuple[float, int, float, float]]:
+    parallel = found.config.parallel
+    return _dimensions(found.config), parallel.world_size / parallel.data, _rank(found)
+
+
+def _dimensions(config: JobConfig) -> int:
+    p = config.parallel
+    sizes = (p.tensor, p.pipeline, p.context, p.virtual_pipeline, p.expert)
+    return sum(size > 1 for size in sizes) + (p.pipeline > 1) + 2 * config.optimizer.offload
+
+
+def _partition(config: JobConfig) -> tuple[object, ...]:
+    """Return the partition of model and GPUs, whatever its packs, recomputation and engines."""
+    p = config.parallel
+    return p.tensor, p.context, p.pipeline, p.data, p.expert, shared(config)
+
+
+def _candidates(
+    config: JobConfig, hardware: Hardware, experts: bool, placements: Sequence[Where]
+) -> Iterator[JobConfig | Unfit]:
+    """Yield layouts with the same number of GPUs, and an Unfit for each that the config's validation refuses."""
+    for placed, ranks, engine_gpus in _placed(config, hardware, placements):
+        sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engine_gpus))
+        budgets = sorted({*BUDGETS, config.train.token_budget})
+        for parallel, budget, tensor in product(_layouts(config, ranks, hardware, experts), budgets, sizes):
+            if engine_gpus % tensor:
+                yield conflict("engine GPUs are not a multiple of engine.tensor")
+                continue
+            replicas = config.engine.replicas if config.sft_only else engine_gpus // tensor
+            try:
+                yield replace(
+                    placed,
+                    parallel=parallel,
+                    train=replace(config.train, token_budget=budget),
+                    engine=replace(placed.engine, tensor=tensor, replicas=replicas),
+                )
+            except ValidationError as error:
+                yield conflict(error.errors()[0]["msg"].removeprefix("Value error, "))
+
+
+def _placed(config: JobConfig, hardware: Hardware, placements: Sequence[Where]) -> Iterator[tuple[JobConfig, int, int]]:
+    """Yield the job in each placement, with the number of trainer ranks and the number of the engines' GPUs."""
+    if config.sft_only:
+        yield config, config.parallel.world_size, 0
+        return
+    config = replace(config, optimizer=replace(config.optimizer, offload=False))  # `attempt` decides it
+    total = config.parallel.world_size if shared(config) else gpus_for_both(config)
+    if "colocated" in placements:
+        rollout = config.rollout if config.rollout.max_staleness == 0 else replace(config.rollout, max_staleness=0)
+        yield replace(config, engine=replace(config.engine, placement="colocated"), rollout=rollout), total, total
+    if "split" in placements and total > 1:
+        unit = hardware.gpus if total > hardware.gpus else 1
+        rollout = config.rollout
+        if not rollout.oversampling:
+            rollout = replace(rollout, max_staleness=max(1, rollout.max_staleness))
+        split = replace(config, engine=replace(config.engine, placement="split"), rollout=rollout)
+        count = total // unit
+        for share in sorted({*_powers(count - 1), *(count - power for power in _powers(count - 1))}):
+            yield split, share * unit, total - share * unit
+
+
+def _layouts(config: JobConfig, world: int, hardware: Hardware, experts: bool) -> Iterator[ParallelConfig]:
+    """Yield layouts of `world` ranks with tensor parallelism inside a node."""
     virtual, sizes = (1, 2), _powers(min(8, world))
     shared_out = _powers(min(16, world)) if experts else [1]
     for tensor, pipeline, context in product(_powers(min(hardware.gpus, world)), sizes, (1, 2)):
@@ -118,30 +265,5 @@ def _layouts(config: JobConfig, hardware: Hardware, experts: bool) -> Iterator[P
                 )
 
 
-def _budgets(config: JobConfig) -> list[int]:
-    return [config.train.token_budget // 2, config.train.token_budget, 2 * config.train.token_budget]
-
-
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
-
-
-def _largest_pool(job: JobConfig, hardware: Hardware) -> Plan:
-    """Plan with the largest engine memory fraction that fits, or the smallest if none does."""
-    if job.sft_only:
-        return plan(job, hardware)
-    for fraction in FRACTIONS:
-        found = plan(replace(job, engine=replace(job.engine, memory_fraction=fraction)), hardware)
-        if found.unfit is None or found.unfit.kind == UPDATE_TOO_LARGE:
-            break
-    return found
-
-
-def _dimensions(parallel: ParallelConfig) -> int:
-    sizes = (parallel.tensor, parallel.pipeline, parallel.context, parallel.virtual_pipeline, parallel.expert)
-    return sum(size > 1 for size in sizes)
-
-
-def _kind_of(error: ValidationError) -> str:
-    """Return the kind of an error of the config's validation."""
-    return conflict(error.errors()[0]["msg"].removeprefix("Value error, ")).kind

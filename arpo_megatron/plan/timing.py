@@ -11,7 +11,15 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import UpdateFlops, forward_flops
-from arpo_megatron.plan.memory import engine_weights, kv_bytes, offloaded, shared, value_bytes
+from arpo_megatron.plan.memory import (
+    checkpoint_bytes,
+    checkpoint_copy,
+    engine_weights,
+    kv_bytes,
+    offloaded,
+    shared,
+    value_bytes,
+)
 from arpo_megatron.plan.parameters import (
     active_parameters,
     optimizer_parameters,
@@ -47,6 +55,12 @@ PUSH_OVERHEAD_S = 1.0
 GLOO_SPEED = 4e9
 """Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; on two
 slow cores it is 1.2 to 1.5 GB/s (docs/guides/engines-and-weights.md, the floor of `arpo bench sync`)."""
+LENDING_S = 1.0
+"""Time per step for engines to lend their memory to the trainer and to take it back. Assumption; `arpo bench gpu push`
+measures it."""
+START_S = 180.0
+"""Time from the start of a job to its first step, without the reading of weights: imports, CUDA graphs, the first
+compilation of kernels, the meeting of the ranks. Assumption."""
 MAIN_GRADIENT, MASTER_AND_MOMENTS = 4, 12
 
 
@@ -67,14 +81,34 @@ def phase_seconds(
 ) -> dict[str, float]:
     """Return the seconds of one step by phase, for trajectories of typical length."""
     if config.sft_only:
-        return _updates(config, spec, hardware, work, trees=config.sft.batch, updates=1)
+        phases = _updates(config, spec, hardware, work, trees=config.sft.batch, updates=1)
+        return {**phases, "saves": _saves(config, spec, hardware, step_seconds(config, phases))}
     tasks, updates = config.train.tasks_per_step, config.algorithm.minibatches
-    return {
+    phases = {
         **_rollout(config, spec, hardware, work, kv_tokens),
         "old_logprobs": _passes(config, spec, hardware, work, tasks, updates, backward=False),
         **_updates(config, spec, hardware, work, trees=tasks, updates=updates),
-        "weight_push": _push(config, spec, hardware),
+        "weight_push": push_seconds(config, spec, hardware),
     }
+    if shared(config):
+        phases["memory_lending"] = LENDING_S
+    return {**phases, "saves": _saves(config, spec, hardware, step_seconds(config, phases))}
+
+
+def _saves(config: JobConfig, spec: ModelSpec, hardware: Hardware, step_s: float) -> float:
+    """Return the seconds per step that checkpoints take, with steps of `step_s` seconds.
+
+    Training waits for the copy to host memory, and for the checkpoint before if that is still being written.
+    """
+    every = config.sft.save_every if config.sft_only else config.train.save_every
+    copy = checkpoint_copy(config, spec) / hardware.host_link
+    write = checkpoint_bytes(config, spec) / hardware.filesystem
+    return copy / every + max(0.0, write / every - step_s)
+
+
+def start_seconds(spec: ModelSpec, hardware: Hardware, nodes: int, value: int) -> float:
+    """Return the seconds before the first step: every node reads the weights, of `value` bytes each, once."""
+    return START_S + nodes * whole_model(spec).total * value / hardware.filesystem
 
 
 def step_seconds(config: JobConfig, phases: dict[str, float]) -> float:
@@ -242,17 +276,17 @@ def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     return (1 - share) * here + share * there
 
 
-def _push(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
+def push_seconds(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
     """Return the seconds of a weight push.
 
     Each engine rank receives its shard, and trainer ranks share the sending. The busier kind counts; neither grows with
     the number of nodes. If each node has a whole replica of the trainer's model, colocated engines receive
     from their own node. Colocated engines with `sync.transport=network` use gloo, because NCCL refuses two ranks on one
-    GPU. Files (`disk`) count as network traffic of rank 0, because their speed is unknown here.
+    GPU. With `disk` the weights are written once, and every engine reads them.
     """
     size, transport = whole_model(spec).total * value_bytes(config), config.sync.transport
     if transport == "disk":
-        return PUSH_OVERHEAD_S + size / (hardware.network * LINK_SHARE)
+        return PUSH_OVERHEAD_S + (1 + config.engine.replicas) * size / hardware.filesystem
     busiest = max(size / config.engine.tensor, size * config.engine.replicas / config.parallel.world_size)
     if shared(config) and transport == "network":
         return PUSH_OVERHEAD_S + busiest / GLOO_SPEED

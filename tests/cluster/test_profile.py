@@ -136,3 +136,15 @@ def test_profile_with_ssh_has_a_login_node(tmp_path: Path) -> None:
         written(ssh="cluster -o ProxyCommand=x", python=there)
     with pytest.raises(UserError, match="unknown cluster"):
         login_node("nowhere")
+
+
+def test_measured_speeds_are_those_of_a_plan() -> None:
+    plain, measured = (
+        profile(gpu="h100-80", gpus_per_node=4, **keys).hardware()
+        for keys in ({}, {"network_gb_s": 7, "filesystem_gb_s": 3, "host_copy_gb_s": 11})
+    )
+    assert plain is not None and measured is not None
+    assert (plain.gpus, plain.network, plain.host_link, plain.filesystem) == (4, 50e9, 55e9, 2e9)
+    # A measured network is what collectives reach, and a plan takes 0.7 of a peak.
+    assert (0.7 * measured.network, measured.host_link, measured.filesystem) == pytest.approx((7e9, 11e9, 3e9))
+    assert profile(gpus_per_node=4).hardware() is None

@@ -26,15 +26,18 @@ REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).mod
 
 @pytest.mark.parametrize("recipe", REAL)
 def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
-    assert {"1node", "2nodes", "4nodes", "16nodes", "h200"} <= set(resolve.variant_names(recipe))
+    names = set(resolve.variant_names(recipe))
+    assert names >= {"1node", "2nodes", "4nodes", "16nodes", "h200"} or names >= {"1gpu", "2gpus", "4gpus", "1node"}
     for variant in resolve.variant_names(recipe):
-        hardware = GPUS["h200" if variant == "h200" else "h100-80"]
+        hardware = GPUS[resolve.gpu_of(f"{recipe}+{variant}")]
         found = plan(resolve.resolve(f"{recipe}+{variant}"), hardware)
         assert found.fits, (variant, found.reason)
         assert not found.warnings, variant
         if variant.endswith(("node", "nodes")):
             assert f"{found.nodes}node" == variant.removesuffix("s")
             assert found.layout and found.layout.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
+        if variant.endswith(("gpu", "gpus")):
+            assert f"{found.gpus}gpu" == variant.removesuffix("s")
 
 
 @pytest.mark.parametrize(
@@ -43,17 +46,17 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         ("deepsearch_14b", ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"], "h100-80", "training"),
         ("deepsearch_14b", ["parallel.recompute=none", "train.token_budget=65536"], "h100-80", "activations"),
         ("deepsearch_14b", ["engine.memory_fraction=0.8"], "h100-80", "rollout needs"),
-        ("deepsearch_14b", ["engine.memory_fraction=0.09"], "h100-80", "fewer than model.max_length"),
+        ("deepsearch_14b", ["engine.memory_fraction=0.045"], "h100-80", "fewer than model.max_length"),
         ("deepsearch_14b", ["parallel.tensor=16", "parallel.data=1"], "h100-80", "give parallel.tensor=8"),
         ("deepsearch_14b", ["engine.tensor=16", "engine.replicas=1"], "h100-80", "exceeds the 8 GPUs"),
-        ("deepsearch_14b", ["engine.replicas=8"], "h100-80", "than there are trainer ranks: 32 GPUs, 16 ranks"),
+        ("deepsearch_14b", ["engine.replicas=4"], "h100-80", "than there are trainer ranks: 32 GPUs, 16 ranks"),
         ("deepsearch_14b", ["parallel.pipeline=16", "parallel.tensor=1", "parallel.sequence=false",
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
         ("deepsearch_14b", ["engine.quantization=fp8"], "h100-80", "not possible with a qwen3 model"),
         ("deepsearch_32b+8nodes", [], "h100-80", "unknown variant"),
         ("moe_30b_a3b", ["parallel.expert=3", "parallel.data=6"], "h100-80", "experts (128) cannot be divided"),
-        ("deepsearch_32b+2nodes", ["optimizer.offload=false"], "h100-80", "needs"),
+        ("deepsearch_32b+1node", ["optimizer.offload=false"], "h100-80", "needs"),
         ("deepsearch_14b", ["algorithm.router_replay=rollout"], "h100-80", "no experts"),
     ],
 )  # fmt: skip
@@ -68,7 +71,7 @@ def test_impossible_job_has_a_reason(recipe: str, overrides: list[str], gpu: str
 
 
 def test_offloaded_state_counts_as_host_memory() -> None:
-    job = resolve.resolve("deepsearch_32b+2nodes")
+    job = resolve.resolve("deepsearch_32b+1node")
     there, here = (plan(replace(job, optimizer=replace(job.optimizer, offload=value)), H100) for value in (True, False))
     assert there.memory.training["optimizer"] == 0 < here.memory.training["optimizer"]
     assert there.memory.host["optimizer"] > here.memory.training["optimizer"]
@@ -83,8 +86,9 @@ def test_offloaded_state_counts_as_host_memory() -> None:
 @pytest.mark.parametrize("nodes", ["1node", "4nodes", "16nodes"])
 def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
     """Expert parallelism 8: with tensor 4 x data 2 one rank has an expert, with 4 x 8 four, with 4 x 32 sixteen."""
-    overrides = ["parallel.pipeline=1", "parallel.data=32"] if nodes == "16nodes" else []
-    job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", *overrides])
+    tensor, data = {"1node": (4, 2), "4nodes": (4, 8), "16nodes": (4, 32)}[nodes]
+    layout = [f"parallel.tensor={tensor}", f"parallel.data={data}", "parallel.sequence=true", "parallel.expert=8"]
+    job = resolve.resolve(f"moe_30b_a3b+{nodes}", overrides=["optimizer.offload=false", "parallel.pipeline=1", *layout])
     found = plan(job, H100)
     copies = {"1node": 1, "4nodes": 4, "16nodes": 16}[nodes]
     held = stage_parameters(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
@@ -160,7 +164,7 @@ def test_pipeline_bubble_includes_collectives() -> None:
         [plan(job, hardware).step_seconds["forward_backward"] for job in jobs]
         for hardware in (replace(H100, link=1e30, network=1e30), replace(H100, bf16_flops=1e30))
     )
-    assert work[0] > 1.05 * work[1]
+    assert work[0] > 1.03 * work[1]
     assert waits[0] / waits[1] == pytest.approx(work[0] / work[1])
 
 
@@ -176,16 +180,17 @@ def test_push_time_is_that_of_the_busiest_rank() -> None:
         for kind in ("network", "disk")
     )
     assert gloo.step_seconds["weight_push"] == pytest.approx(1 + near / 4e9)
-    assert files.step_seconds["weight_push"] == pytest.approx(1 + size / (0.7 * H100.network))
+    engines = jobs[0].engine.replicas
+    assert files.step_seconds["weight_push"] == pytest.approx(1 + (1 + engines) * size / H100.filesystem)
 
 
 @pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_32b", "moe_30b_a3b"])
 def test_planned_push_takes_seconds_and_does_not_grow_with_nodes(recipe: str) -> None:
-    overrides = ["engine.placement=colocated"]
-    jobs = [resolve.resolve(f"{recipe}+{nodes}nodes", overrides=overrides) for nodes in (2, 4, 16)]
+    job = resolve.resolve(f"{recipe}+4nodes")
+    jobs = [scale_to_nodes(job, nodes, 8) for nodes in (4, 8, 16)]
     seconds = [plan(job, H100).step_seconds["weight_push"] for job in jobs]
     assert max(seconds) <= 1.5
-    assert seconds[0] == pytest.approx(seconds[1])  # the layouts of 16 nodes are others
+    assert seconds == pytest.approx([seconds[0]] * 3)
 
 
 def test_push_holds_two_buckets() -> None:
@@ -231,7 +236,7 @@ def test_nodes_use_the_recipes_layout_or_scale_data_parallelism() -> None:
     assert resolve_on_nodes("deepsearch_14b", 4, 8) == resolve.resolve("deepsearch_14b+4nodes")
     assert resolve_on_nodes("deepsearch_14b+fp8", 4, 8) == resolve.resolve("deepsearch_14b+fp8+4nodes")
     three = resolve_on_nodes("deepsearch_14b", 3, 8)
-    assert (three.parallel.data, three.engine.replicas) == (6, 6)
+    assert (three.parallel.data, three.engine.replicas) == (6, 3)
     with pytest.raises(UserError, match="cannot be divided"):
         scale_to_nodes(resolve.resolve("deepsearch_14b"), 1, 6)
     cold = resolve_on_nodes("sft_7b", 3, 8)
@@ -245,7 +250,7 @@ def test_explicit_layout_keys_are_not_changed() -> None:
         "deepsearch_14b+1node", overrides=mine
     )
     wide = resolve_on_nodes("deepsearch_14b", 4, 8, overrides=["parallel.tensor=8"])
-    assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 8)
+    assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 4)
     assert resolve_on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
     assert (
         resolve_on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor
@@ -255,17 +260,14 @@ def test_explicit_layout_keys_are_not_changed() -> None:
     assert resolve_on_nodes("deepsearch_14b", 4, 8, overrides=auto) == resolve.resolve("deepsearch_14b", overrides=auto)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "data", "replicas"), [(1, 1, 1), (2, 2, 2), (3, 2, 4), (4, 4, 4), (6, 6, 6), (16, 16, 16)]
-)
+@pytest.mark.parametrize(("nodes", "data", "replicas"), [(2, 2, 1), (3, 2, 2), (4, 4, 2), (6, 6, 3), (16, 16, 8)])
 def test_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, replicas: int) -> None:
     job = resolve_on_nodes("deepsearch_14b+split", nodes, 8)
     assert (job.engine.placement, job.rollout.max_staleness) == ("split", 1)
     assert (job.parallel.data, job.engine.replicas) == (data, replicas)
     assert lay_out_nodes(job, 8, nodes).nodes == nodes
-    if nodes > 1:
-        word = resolve_on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
-        assert word.engine.placement == "split" and lay_out_nodes(word, 8, nodes).nodes == nodes
+    word = resolve_on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
+    assert word.engine.placement == "split" and lay_out_nodes(word, 8, nodes).nodes == nodes
 
 
 @pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
@@ -292,6 +294,39 @@ def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
         assert best.seconds <= own.seconds
 
 
+def test_search_offers_placements_that_are_faster() -> None:
+    """Engines on nodes of their own sample while the trainer trains, which is faster here than taking turns."""
+    found = search(resolve.resolve("reasoning_7b+2nodes"), H100)
+    placements = [best.config.engine.placement for best in found.best]
+    assert {"colocated", "split"} == set(placements) and placements[0] == "split"
+    assert found.best[0].seconds < plan(found.base, H100).seconds
+    assert "engine.placement=split" in (text := overrides_between(found.best[0], found.base))
+    assert "rollout.max_staleness=1" in text
+
+
+def test_search_takes_the_faster_transport() -> None:
+    """With a network of 0.05 GB/s, split engines receive weights faster through a filesystem of 20 GB/s."""
+    job = resolve.resolve("reasoning_600m+4gpus")
+    slow = replace(H100, network=5e7, filesystem=2e10)
+    fast, files = (search(job, each, placements=("split",)).best[0] for each in (H100, slow))
+    assert (fast.config.sync.transport, files.config.sync.transport) == ("auto", "disk")
+
+
+def test_saves_lending_and_start_are_counted() -> None:
+    job = resolve.resolve("deepsearch_14b")
+    found, split = plan(job, H100), plan(resolve.resolve("deepsearch_14b+split"), H100)
+    assert found.step_seconds["memory_lending"] > 0
+    assert "memory_lending" not in split.step_seconds
+    rare = plan(replace(job, train=replace(job.train, save_every=50)), H100)
+    assert found.step_seconds["saves"] == pytest.approx(10 * rare.step_seconds["saves"])
+    # 14.8 billion parameters of 14 bytes at 0.1 GB/s: longer than five steps, which wait for it.
+    slow = plan(job, replace(H100, filesystem=1e8))
+    assert 5 * slow.seconds == pytest.approx(14 * slow.parameters / 1e8, rel=0.01)
+    assert slow.start_seconds - found.start_seconds == pytest.approx(2 * 2 * slow.parameters * (1 / 1e8 - 1 / 2e9))
+    hours = (found.start_seconds + found.steps * found.seconds) * 16 / 3600
+    assert found.gpu_hours == pytest.approx(hours)
+
+
 def test_sft_plan_has_no_engines() -> None:
     job = resolve.resolve("sft_7b")
     found, layouts = plan(job, H100), search(job, H100)
@@ -310,7 +345,7 @@ def test_search_counts_failures_by_kind() -> None:
 
 
 def test_unknown_gpu_is_reported() -> None:
-    with pytest.raises(UserError, match="unknown GPU 'h1000'; known: h100-80, h200, a100-80"):
+    with pytest.raises(UserError, match="unknown GPU 'h1000'; known: h100-80, h200, a100-80, l40s"):
         Hardware.named("h1000")
 
 

@@ -37,6 +37,8 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == module.render(), "run `make docs`"
     cluster = (ROOT / "docs" / "guides" / "cluster.md").read_text()
     assert cluster == module.render_profile(cluster), "run `make docs`"
+    planning = (ROOT / "docs" / "guides" / "planning.md").read_text()
+    assert module.render_plans(planning) == planning, "run `make docs`"
     assert module.render_algorithms(ALGORITHMS) == ALGORITHMS, "run `make docs`"
 
 

@@ -1,0 +1,25 @@
+"""Qwen3 4B learns to reason with python and search, on one GPU to one node.
+
+    arpo train reasoning_4b+1gpu model.path=DIR data.path=train_10k.parquet
+
+Model: Qwen/Qwen3-4B. Data: dongguanting/ARPO-RL-Reasoning-10K.
+"""
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.recipes._bases import ARMS
+from arpo_megatron.recipes._bases import reasoning as base
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+
+LAYOUTS = {
+    "1gpu": RecipeLayout(token_budget=8192, memory_fraction=0.5, offload=True),
+    "2gpus": RecipeLayout(tensor=2, token_budget=8192, engine=2, memory_fraction=0.4),
+    "4gpus": RecipeLayout(data=4, token_budget=8192, engine=2, memory_fraction=0.4),
+    "1node": RecipeLayout(data=8, token_budget=8192, engine=4, memory_fraction=0.4),
+    "a100": RecipeLayout(gpu="a100-80", data=8, token_budget=8192, engine=4, memory_fraction=0.4),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """Train with the 7B hyper-parameters (none are published for this size), on one node."""
+    return LAYOUTS["1node"].apply(base("reasoning_4b", "Qwen/Qwen3-4B"))

@@ -1,0 +1,25 @@
+"""Qwen3 0.6B learns to reason with python and search, on one GPU to one node.
+
+    arpo train reasoning_600m+1gpu model.path=DIR data.path=train_10k.parquet
+
+Model: Qwen/Qwen3-0.6B. Data: dongguanting/ARPO-RL-Reasoning-10K.
+"""
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.recipes._bases import ARMS
+from arpo_megatron.recipes._bases import reasoning as base
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+
+LAYOUTS = {
+    "1gpu": RecipeLayout(token_budget=8192, memory_fraction=0.7),
+    "2gpus": RecipeLayout(data=2, token_budget=8192, memory_fraction=0.7),
+    "4gpus": RecipeLayout(data=4, token_budget=8192, memory_fraction=0.7),
+    "1node": RecipeLayout(data=8, token_budget=8192, memory_fraction=0.7),
+    "l40s": RecipeLayout(gpu="l40s", token_budget=8192, memory_fraction=0.5),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """Train with the 7B hyper-parameters (none are published for this size), on one node."""
+    return LAYOUTS["1node"].apply(base("reasoning_600m", "Qwen/Qwen3-0.6B"))
