@@ -60,6 +60,9 @@ class RolloutConfig:
     across_push: Literal["keep", "drain"] = "keep"
     """Treatment of trees in flight at a weight push. `keep`: they continue with the new weights. `drain`: they are
     finished first."""
+    admission: Literal["kv", "all"] = "kv"
+    """Trajectories that are in an engine at the same time. `kv`: as many as its KV pool is expected to hold, of older
+    trees first, so that prefixes stay in its cache while tools run. `all`: all of them."""
     stale: Literal["wait", "drop"] = "wait"
     """Handling of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`: the step
     continues; when they finish they are left out, counted and replaced. `algorithm.sampling_correction` corrects for

@@ -34,6 +34,7 @@ from arpo_megatron.engine.request import (
     read_prefill,
     version_of,
 )
+from arpo_megatron.engine.rooms import EngineRoom, read_rooms
 from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER, bearer
 from arpo_megatron.tree import Int32Array
 
@@ -80,6 +81,7 @@ class EngineClient:
         follows. None: no one pushes, so requests to that engine fail."""
         self._engines = tuple(EngineState(url.rstrip("/")) for url in urls)
         self._router = None if router is None else router.rstrip("/")
+        self._placed: dict[str, EngineState] = {}  # by key: the engine that `place` has chosen
         self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
         self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
         self._bypass_router: set[str] = set()  # keys that the router sends to an engine with old weights
@@ -139,6 +141,23 @@ class EngineClient:
         """Return the cache that a request with this routing key would hit now."""
         engine = self._pick(key)
         return engine.url, engine.incarnation, self.pushes
+
+    def place(self, key: str, url: str | None) -> None:
+        """Send requests with this routing key to one engine while it is up; None: to any. A router decides alone."""
+        engine = next((engine for engine in self._engines if engine.url == url), None)
+        if engine is None:
+            self._placed.pop(key, None)
+        else:
+            self._placed[key] = engine
+
+    async def rooms(self) -> list[tuple[str, EngineRoom]]:
+        """Return what each engine can hold, by URL; one entry for all of them behind a router. See `read_rooms`."""
+        urls = [engine.url for engine in self._engines]
+        rooms = await read_rooms(self._connected(), urls, wait_s=self._retry_for_s)
+        if self._router is None or not rooms:
+            return list(zip(urls, rooms, strict=False))
+        total = EngineRoom(sum(room.tokens for room in rooms), sum(room.requests for room in rooms))
+        return [(self._router, total)]
 
     async def generate(
         self,
@@ -296,7 +315,10 @@ class EngineClient:
 
     def _pick(self, key: str) -> EngineState:
         if self._router is None or key in self._bypass_router:
-            return pick_engine(key, self._engines, asyncio.get_running_loop().time())
+            now, placed = asyncio.get_running_loop().time(), self._placed.get(key)
+            return (
+                placed if placed is not None and placed.backoff_until <= now else pick_engine(key, self._engines, now)
+            )
         return self._routed.setdefault(key, EngineState(self._router))
 
     async def _attempt(self, engine: EngineState, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from arpo_megatron.algorithms.branching import BranchPolicy
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.admission_gate import TreeAdmission
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.protocols.base import TextCodec
@@ -37,5 +38,12 @@ class RolloutContext:
     """Called with the number of tokens of each generation."""
     expert_routes: ExpertRouteSpec | None = None
     """Ask the engine for the experts that each token was sent to."""
+    admission: TreeAdmission | None = None
+    """Lets requests pass as the engines' KV pools have room; None: all pass at once."""
     ready: Callable[[], Awaitable[None]] | None = None
     """Awaited before each request."""
+
+
+def routing_key(step: int, task_id: str) -> str:
+    """Return the routing key of a tree's requests: it stays on one engine, whose cache has its prefixes."""
+    return f"{step}/{task_id}"

@@ -81,6 +81,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         tools=config.rollout.tools,
         protocol=config.rollout.protocol,
         tool_call_parser=config.rollout.tool_call_parser,
+        admission=config.rollout.admission,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 

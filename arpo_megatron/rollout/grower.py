@@ -116,10 +116,10 @@ class TreeGrower:
         self._client = TreeClient(task_id, context, entries, record)
         self.counts = self._client.counts
         self.calls, self.failed_calls = self._client.calls, self._client.failed_calls
-        self._prefixes = self._client.prefixes
         self.task_id = task_id
         """Id of the tree's task."""
         self._context = context
+        self.admission = context.admission
         self._root = Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
         self._max_length = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
@@ -176,7 +176,7 @@ class TreeGrower:
     async def _probe_and_start(self, policy: ProbingPolicy) -> None:
         """Finish one trajectory, let the policy choose the number of initial ones, and start the rest of them."""
         node = self._root.add_child(Role.MODEL)
-        self._prefixes.add_path(node)
+        self._client.add_path(node)
         first, *after_tools = await self._run_path(BranchStart(node, self.prompt, PathForks()))
         if self._lost:
             raise AllBranchesLostError(lost_message(self.failed_calls))
@@ -189,7 +189,7 @@ class TreeGrower:
             self._start_path(BranchStart(node, self.prompt, forks, known_routes=len(self.prompt) if index else 0))
 
     def _start_path(self, start: BranchStart) -> None:
-        self._prefixes.add_path(start.node)
+        self._client.add_path(start.node)
         self._paths.create_task(self._run_path(start))
 
     async def _run_path(self, start: BranchStart) -> list[Float32Array]:
@@ -200,7 +200,7 @@ class TreeGrower:
             segment = await self._sample_segment(next_start)
             entropies.append(segment.entropies)
             next_start = None if segment.call is None else await self._call_tool(segment, segment.call)
-        self._prefixes.end_path(segment.node)
+        self._client.end_path(segment.node)
         self._end_path(segment)
         return entropies
 
@@ -335,7 +335,7 @@ class TreeGrower:
             return None
         tool = segment.node.add_child(Role.TOOL)
         tool.token_ids, tool.tool = result.token_ids, result.tool
-        self._prefixes.extend_path(tool)
+        self._client.extend_path(tool)
         return BranchStart(
             tool.add_child(Role.MODEL),
             prefix,

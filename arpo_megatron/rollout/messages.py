@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
@@ -130,6 +130,8 @@ class ServiceSettings:
     """Name of the call protocol (`rollout.protocol`)."""
     tool_call_parser: str | None = None
     """SGLang's name of the format of calls (`rollout.tool_call_parser`)."""
+    admission: Literal["kv", "all"] = "kv"
+    """`rollout.admission`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
-from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, ToolTextError
+from arpo_megatron.rollout.admission_gate import AdmissionGate, TreeAdmission
+from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, ToolTextError, routing_key
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
@@ -66,6 +67,7 @@ class _PoolTree:
     version: int
     """Policy version at its start."""
     grower: TreeGrower
+    admission: TreeAdmission | None = None
     job: "asyncio.Task[None] | None" = None
     result: RolloutTree | Exception | None = None
     """The finished tree, or why it failed; None while it grows."""
@@ -108,6 +110,7 @@ class TreePool:
         record: called with a tree's id and each new entry of its record.
         expert_routes: sizes of the engines' expert routes; None if they return none.
         protocol: the call protocol with its tools.
+        admission: lets requests pass as the engines' KV pools have room; None: all pass at once.
     """
 
     def __init__(
@@ -121,10 +124,12 @@ class TreePool:
         record: Callable[[int, bytes], None],
         expert_routes: ExpertRouteSpec | None = None,
         protocol: CallProtocol = DEFAULT_PROTOCOL,
+        admission: AdmissionGate | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._protocol = protocol
+        self._admission = admission
         self._codec = codec
         self._seed = seed
         self._policy = policy
@@ -152,13 +157,18 @@ class TreePool:
             queue.policy, queue.limits = policy, limits
             if not queue.trees:
                 queue.since = time.monotonic()
-            tree = _PoolTree(each.tree_id, each.version, self._grower(each, prompt, queue))
+            grower = self._grower(each, prompt, queue)
+            tree = _PoolTree(each.tree_id, each.version, grower, grower.admission)
             queue.trees.append(tree)
             queue.unfinished[tree.version] += 1
             tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
 
     def _grower(self, tree: LiveTree, prompt: Int32Array, queue: _Queue) -> TreeGrower:
         settings = tree.settings
+        admission = None
+        if self._admission is not None:
+            key = routing_key(tree.step, tree.task.id)
+            admission = self._admission.tree(key, len(prompt), queue.limits.max_response_tokens)
         context = RolloutContext(
             engine=self._engine,
             tools=self._tools,
@@ -170,6 +180,7 @@ class TreePool:
             step=tree.step,
             on_tokens=partial(self._count_tokens, queue),
             expert_routes=self._expert_routes if settings.expert_routes else None,
+            admission=admission,
             ready=self._ready,
         )
         record = partial(self._record, tree.tree_id)
@@ -229,6 +240,8 @@ class TreePool:
     def resume(self, version: int) -> None:
         """Continue with policy `version`, which every engine has now."""
         self._stale.clear()
+        if self._admission is not None:
+            self._admission.flushed()
         self._engine.resume(version)
         if self._prefill_after_push is None or self._prefill_after_push.done():  # a running one restarts by itself
             self._prefill_after_push = asyncio.create_task(self._prefill_growing())
@@ -288,6 +301,8 @@ class TreePool:
             if not isinstance(error, TREE_FAILURES):
                 traceback.print_exc()
         finally:
+            if tree.admission is not None:
+                tree.admission.close()
             queue.unfinished[tree.version] -= 1
             self._changed.set()
 

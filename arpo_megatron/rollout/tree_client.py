@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,8 @@ from arpo_megatron.algorithms.branching import PathKey, path_seed
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
-from arpo_megatron.rollout.context import RolloutContext, ToolTextError
+from arpo_megatron.rollout.admission_gate import Turn
+from arpo_megatron.rollout.context import RolloutContext, ToolTextError, routing_key
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
@@ -47,7 +49,7 @@ class TreeClient:
         self.counts = RolloutCounts()
         """Costs of all answers, recorded ones included."""
         self.prefixes = SharedPrefixes(self._prefill, lambda: context.engine.cache_id(self._routing_key))
-        """The tree's prefixes in the engine's cache. Its user reports when paths start and end."""
+        """The tree's prefixes in the engine's cache."""
         self.failed_calls: dict[str, str] = {}
         """Why the newest failed call of each tool failed, without those in the record."""
         self.calls: Counter[tuple[str, bool]] = Counter()
@@ -58,7 +60,7 @@ class TreeClient:
         for prefill in self._record.prefills:
             self._count(prefill)
         self._task_id = task_id
-        self._routing_key = f"{context.step}/{task_id}"  # a tree stays on one engine, whose cache has its prefixes
+        self._routing_key = routing_key(context.step, task_id)
         self._context = context
 
     @property
@@ -94,20 +96,42 @@ class TreeClient:
         tokens = np.concatenate([prefix, *(each.token_ids for each in previous)])
         first_route = len(tokens) - 1 if len(tokens) > len(prefix) else known_routes
         routes = None if context.expert_routes is None else ExpertRouteRequest(first_route, context.expert_routes)
-        generation = await context.engine.generate(
-            tokens,
-            max_new_tokens=max_new_tokens,
-            sampling=replace(context.sampling, seed=seed),
-            stop=context.limits.stops,
-            key=self._routing_key,
-            routes=routes,
-            ready=partial(self._ready, node, prefix),
-            on_retry=self._count_retry,
-        )
+        async with self._turn(node, len(tokens)) as turn:
+            generation = await context.engine.generate(
+                tokens,
+                max_new_tokens=max_new_tokens,
+                sampling=replace(context.sampling, seed=seed),
+                stop=context.limits.stops,
+                key=self._routing_key,
+                routes=routes,
+                ready=partial(self._ready, node, prefix),
+                on_retry=self._count_retry,
+            )
+            turn.length, turn.cached = len(tokens) + len(generation.token_ids), generation.cached_tokens
         self.prefixes.mark_cached(node)
         self._add(node.key, generation)
         context.on_tokens(len(generation.token_ids))
         return generation
+
+    def add_path(self, node: Node) -> None:
+        """Add a path that starts with a MODEL segment."""
+        self.prefixes.add_path(node)
+        if self._context.admission is not None:
+            self._context.admission.add_path(node)
+
+    def extend_path(self, tool: Node) -> None:
+        """Extend a path by a TOOL segment."""
+        self.prefixes.extend_path(tool)
+
+    def end_path(self, node: Node) -> None:
+        """End a path with this segment."""
+        self.prefixes.end_path(node)
+        if self._context.admission is not None:
+            self._context.admission.end_path(node)
+
+    def _turn(self, node: Node, length: int) -> AbstractAsyncContextManager[Turn]:
+        admission = self._context.admission
+        return nullcontext(Turn(length)) if admission is None else admission.turn(node, length)
 
     async def call_tool(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service.

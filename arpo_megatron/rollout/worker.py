@@ -26,6 +26,7 @@ from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_br
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.function_calls import CallParser
 from arpo_megatron.errors import UserError
+from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
@@ -136,7 +137,7 @@ class Session:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)
-        async with engine, tools, parse:
+        async with engine, tools, parse, AdmissionGate(engine) as admission:
             pool = TreePool(
                 engine,
                 tools,
@@ -153,6 +154,7 @@ class Session:
                     model=settings.tokenizer_path,
                     parse=parse,
                 ),
+                admission if settings.admission == "kv" else None,
             )
             engine.on_stale = pool.note_stale
             try:

@@ -39,6 +39,7 @@ def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", engine.generate)
         app.router.add_get("/model_info", engine.model_info)
+        app.router.add_get("/server_info", engine.server_info)
         app.router.add_get("/health", engine.done)
         for path in ("/abort_request", "/flush_cache"):
             app.router.add_post(path, engine.done)

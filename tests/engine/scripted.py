@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from arpo_megatron.engine.rooms import EngineRoom
 from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER
 
 END = 0  # the scripted engine's end-of-sequence token
@@ -46,6 +47,11 @@ class ScriptedEngine:
     """Number of requests that are answered with 503 at first."""
     incarnation: str = "first"
     """Process that answers; "" for an engine without the header."""
+    room: EngineRoom | None = None
+    """What it reports that it can hold."""
+    running: int = 0
+    most_running: int = 0
+    """Most requests at the same time."""
     fails: Callable[[dict[str, Any]], bool] = lambda _body: False
     """Whether a request is answered with 500."""
     version: int = 7
@@ -85,7 +91,12 @@ class ScriptedEngine:
         ids, parameters = body["input_ids"], body["sampling_params"]
         text = "".join(map(chr, ids))
         cached = self._cached(ids)
-        await asyncio.sleep(self.delay_s(text))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(self.delay_s(text))
+        finally:
+            self.running -= 1
         rest = self.script(text) if self.seeded is None else self.seeded(text, parameters.get("sampling_seed", 0))
         output, reason = self._continue(rest, parameters["max_new_tokens"], parameters.get("stop", []))
         self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
@@ -112,6 +123,11 @@ class ScriptedEngine:
             await response.write(f"data: {json.dumps({'output_ids': output[:end], 'meta_info': now})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def server_info(self, _request: web.Request) -> web.Response:
+        if self.room is None:
+            return web.json_response({})
+        return web.json_response({"max_total_num_tokens": self.room.tokens, "max_running_requests": self.room.requests})
 
     async def done(self, _request: web.Request) -> web.Response:
         return web.Response()

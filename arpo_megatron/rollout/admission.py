@@ -1,0 +1,308 @@
+"""Decides which paths of growing trees may use an engine's KV pool, so that their prefixes stay in its cache.
+
+Pure: it owns no task, client or clock, and draws nothing. `admission_gate` acts on its decisions.
+
+If all paths ran at once, the pool would evict the prefixes of paths that wait for a tool, and compute them again. So a
+path is RESIDENT from its first request to its end, and only as many paths are resident as the pool is expected to hold:
+
+- A path is expected to become as long as ended paths were on average. Tokens that paths share count once.
+- Older trees come first. Within a tree the order is that of path keys, so a fork follows the path that it left.
+- A path that waits for admission lets no younger one pass, except paths that are resident.
+- A tree belongs to no engine until its first path is admitted; then to the one with the most room. So trees move to
+  idle engines while that costs nothing.
+- `margin` times the pool is used. It shrinks when tokens that should be cached are computed again, and grows while
+  none are and paths wait.
+- If the tokens of resident paths exceed the pool, the youngest paths that ask for another segment wait again.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arpo_megatron.algorithms.branching import PathKey
+from arpo_megatron.engine.rooms import EngineRoom
+
+FIRST_MARGIN = 0.9
+MIN_MARGIN, MAX_MARGIN = 0.4, 1.5
+BACKOFF, GROWTH = 0.85, 1.02
+_FIRST_SHARE = 0.25
+"""Expected length of the first paths as a share of the longest, and that of a segment as a share of a path."""
+_SMOOTHING = 0.05
+"""Weight of the newest path in running means."""
+
+PathId = tuple[int, PathKey]
+"""Number of the tree in the order of starts, and key of the path's first segment. Smaller ones come first."""
+
+
+@dataclass(slots=True)
+class _Path:
+    parent: PathKey | None
+    """The path that it forked from; None for one that starts at the prompt."""
+    start: int
+    """Tokens from the root to its start."""
+    length: int
+    """Tokens from the root to its end so far."""
+    cached: int = 0
+    """Tokens of it, from the root, that are expected in the cache."""
+    segments: int = 0
+    """Requests answered."""
+    resident: bool = False
+    asks: bool = False
+    """It wants to send a request."""
+
+
+@dataclass(slots=True)
+class _Tree:
+    prompt: int
+    paths: dict[PathKey, _Path] = field(default_factory=dict)
+    """A path comes after the one that it forked from."""
+    engine: int | None = None
+    reserved: int = 0
+    """Tokens that its resident paths are expected to need."""
+    used: int = 0
+    """Tokens that they have."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    room: EngineRoom
+    margin: float = FIRST_MARGIN
+    draining: bool = False
+    """The margin was cut, and more is reserved than it allows: what is computed again now is no news."""
+    reserved: int = 0
+    used: int = 0
+    refused: tuple[PathId, float] | None = None
+    """The last path that had no room, and the room that there was."""
+    running: int = 0
+    """Requests that were granted and not answered."""
+    ready: list[PathId] = field(default_factory=list)
+    """Heap of resident paths that ask."""
+    waiting: list[PathId] = field(default_factory=list)
+    """Heap of other paths of its trees that ask."""
+
+
+@dataclass(slots=True)
+class AdmissionFigures:
+    """What a report shows about admission."""
+
+    resident: int = 0
+    """Resident paths now."""
+    waiting: int = 0
+    """Paths that ask and are not resident now."""
+    recomputed: int = 0
+    """Tokens that were expected in the cache and were computed, so far."""
+    suspended: int = 0
+    """How often a resident path had to wait because the pool was full, so far."""
+    margin: float = FIRST_MARGIN
+    """Smallest margin of an engine now."""
+
+
+class KvAdmission:
+    """Admission of the paths of all trees to all engines.
+
+    Args:
+        rooms: what each engine can hold; none until `set_rooms`: then nothing is granted.
+    """
+
+    def __init__(self, rooms: Sequence[EngineRoom] = ()) -> None:
+        self._engines: list[_Engine] = []
+        self.set_rooms(rooms)
+        self._trees: dict[int, _Tree] = {}
+        self._unbound: list[PathId] = []  # heap of paths that ask, of trees without an engine
+        self._length = 0.0  # expected tokens of a path after the prompt
+        self._segment = 0.0  # expected tokens of a segment with the tool result before it
+        self._recomputed = self._suspended = 0
+
+    def set_rooms(self, rooms: Sequence[EngineRoom]) -> None:
+        """Set what each engine can hold, once."""
+        self._engines = [_Engine(room) for room in rooms]
+
+    def add_tree(self, tree: int, prompt: int, longest: int) -> None:
+        """Add a tree; trees with smaller numbers come first.
+
+        Args:
+            tree: its number.
+            prompt: tokens of its prompt.
+            longest: most tokens of a path after the prompt.
+        """
+        if not self._length:  # until paths have ended
+            self._length, self._segment = _FIRST_SHARE * longest, _FIRST_SHARE**2 * longest
+        self._trees[tree] = _Tree(prompt)
+
+    def remove_tree(self, tree: int) -> None:
+        """Remove a tree with all of its paths, which have no request in an engine."""
+        self._set_footprint(removed := self._trees.pop(tree), 0, 0)
+        removed.paths.clear()
+
+    def add_path(self, tree: int, key: PathKey, parent: PathKey | None, start: int) -> None:
+        """Add a path that starts after `start` tokens."""
+        self._trees[tree].paths[key] = _Path(parent, start, start)
+
+    def ask(self, tree: int, key: PathKey, length: int) -> None:
+        """Note that a path wants to send a request with a prompt of `length` tokens."""
+        grown = self._trees[tree]
+        path = grown.paths[key]
+        path.asks, path.length = True, max(path.length, length)
+        engine = None if grown.engine is None else self._engines[grown.engine]
+        if path.resident and engine is not None:
+            self._update(grown)
+            if engine.used + self._segment > engine.room.tokens and tree != self._oldest(engine):
+                path.resident = False
+                path.cached = 0
+                self._suspended += 1
+                self._update(grown)
+        heap = self._unbound if engine is None else engine.ready if path.resident else engine.waiting
+        heapq.heappush(heap, (tree, key))
+
+    def grant(self) -> list[tuple[PathId, int]]:
+        """Return the paths whose requests may be sent now, and their engines. Each must be followed by `answered`."""
+        granted: list[tuple[PathId, int]] = []
+        for number in range(len(self._engines)):
+            granted += self._grant_of(number)
+        while self._engines and (head := self._head(self._unbound)) is not None:
+            free = max(range(len(self._engines)), key=lambda n: self._free(self._engines[n]))
+            engine = self._engines[free]
+            self._trees[head[0]].engine = free
+            full = engine.running >= engine.room.requests or self._head(engine.waiting) is not None
+            if full or not self._admit(engine, head):
+                self._trees[head[0]].engine = None
+                break
+            while (path := self._head(self._unbound)) is not None and path[0] == head[0]:
+                heapq.heappush(engine.waiting if path > head else engine.ready, heapq.heappop(self._unbound))
+            granted += self._grant_of(free)
+        return granted
+
+    def _grant_of(self, number: int) -> list[tuple[PathId, int]]:
+        """Return the paths whose requests may be sent to one engine now."""
+        engine, granted = self._engines[number], list[tuple[PathId, int]]()
+        while engine.running < engine.room.requests and (path := self._next(engine)) is not None:
+            self._trees[path[0]].paths[path[1]].asks = False
+            engine.running += 1
+            granted.append((path, number))
+        return granted
+
+    def answered(self, engine: int, tree: int, key: PathKey, length: int, cached: int | None) -> None:
+        """Note that a granted request has ended.
+
+        Args:
+            engine: where it was.
+            tree: its tree, which may have been removed meanwhile.
+            key: its path.
+            length: tokens from the root to the end of the path.
+            cached: tokens of the prompt that the engine took from its cache; None if there was no answer.
+        """
+        served = self._engines[engine]
+        served.running -= 1
+        grown = self._trees.get(tree)
+        if grown is None or (path := grown.paths.get(key)) is None:
+            return
+        if cached is not None:
+            if (missing := path.cached - cached) > 0:
+                self._recomputed += missing
+                self._back_off(served)
+            self._segment += _SMOOTHING * (length - max(path.cached, path.start) - self._segment)
+            path.length, path.cached, path.segments = length, length - 1, path.segments + 1
+        self._update(grown)
+
+    def end(self, tree: int, key: PathKey) -> None:
+        """Note that a path has ended."""
+        grown = self._trees[tree]
+        path = grown.paths[key]
+        path.resident = False
+        if path.segments:
+            self._length += _SMOOTHING * (path.length - grown.prompt - self._length)
+        self._update(grown)
+        engine = None if grown.engine is None else self._engines[grown.engine]
+        if engine is not None and not engine.draining and (engine.waiting or self._unbound):
+            engine.margin = min(MAX_MARGIN, engine.margin * GROWTH)
+
+    def flushed(self) -> None:
+        """Note that all caches are empty, after a push."""
+        for tree in self._trees.values():
+            for path in tree.paths.values():
+                path.cached = 0
+
+    def figures(self) -> AdmissionFigures:
+        """Return the figures of now."""
+        paths = [path for tree in self._trees.values() for path in tree.paths.values()]
+        return AdmissionFigures(
+            resident=sum(path.resident for path in paths),
+            waiting=sum(path.asks and not path.resident for path in paths),
+            recomputed=self._recomputed,
+            suspended=self._suspended,
+            margin=min((engine.margin for engine in self._engines), default=FIRST_MARGIN),
+        )
+
+    def _next(self, engine: _Engine) -> PathId | None:
+        """Remove and return the next path that may send a request to an engine."""
+        ready, waiting = self._head(engine.ready), self._head(engine.waiting)
+        if waiting is not None and (ready is None or waiting < ready) and self._admit(engine, waiting):
+            return heapq.heappop(engine.waiting)
+        return None if ready is None else heapq.heappop(engine.ready)
+
+    def _admit(self, engine: _Engine, path: PathId) -> bool:
+        """Make a path resident if there is room for it, or nothing else is resident; return whether it is."""
+        free = self._free(engine)
+        if engine.refused is not None and engine.refused[0] == path and free <= engine.refused[1]:
+            return False
+        tree = self._trees[path[0]]
+        asking, before = tree.paths[path[1]], engine.reserved
+        asking.resident = True
+        self._update(tree)
+        if self._free(engine) >= 0 or not before:
+            above = None if asking.parent is None else tree.paths[asking.parent]
+            if not asking.segments and above is not None and above.resident:
+                asking.cached = min(asking.start, above.cached)
+            return True
+        asking.resident = False
+        self._update(tree)
+        engine.refused = path, free
+        return False
+
+    def _head(self, heap: list[PathId]) -> PathId | None:
+        """Return the first path of a heap, without those of trees that were removed."""
+        while heap:
+            tree = self._trees.get(heap[0][0])
+            if tree is not None and heap[0][1] in tree.paths:
+                return heap[0]
+            heapq.heappop(heap)
+        return None
+
+    def _free(self, engine: _Engine) -> float:
+        return engine.margin * engine.room.tokens - engine.reserved
+
+    def _oldest(self, engine: _Engine) -> int | None:
+        return next((n for n, t in self._trees.items() if t.reserved and self._engines[t.engine or 0] is engine), None)
+
+    def _back_off(self, engine: _Engine) -> None:
+        if not engine.draining:
+            engine.margin = max(MIN_MARGIN, engine.margin * BACKOFF)
+            engine.draining = True
+
+    def _update(self, tree: _Tree) -> None:
+        """Count the tokens of a tree again: those of its resident paths, and those that they share with others."""
+        needed: dict[PathKey, tuple[int, int]] = {}  # by path, the tokens from the root: reserved, used
+        reserved = used = 0
+        for key, path in reversed(tree.paths.items()):
+            expected, has = needed.get(key, (0, 0))
+            if path.resident:
+                final = max(tree.prompt + self._length, path.length + self._segment)
+                expected, has = max(expected, int(final)), max(has, path.length)
+            if not expected:
+                continue
+            reserved, used = reserved + max(0, expected - path.start), used + max(0, has - path.start)
+            if path.parent is not None:
+                above = needed.get(path.parent, (0, 0))
+                needed[path.parent] = (max(above[0], path.start), max(above[1], path.start))
+        if reserved:
+            reserved, used = reserved + tree.prompt, used + tree.prompt
+        self._set_footprint(tree, reserved, used)
+
+    def _set_footprint(self, tree: _Tree, reserved: int, used: int) -> None:
+        if tree.engine is not None:
+            engine = self._engines[tree.engine]
+            engine.reserved += reserved - tree.reserved
+            engine.used += used - tree.used
+            if engine.reserved <= engine.margin * engine.room.tokens:
+                engine.draining = False
+        tree.reserved, tree.used = reserved, used

@@ -1,0 +1,207 @@
+"""Admission by KV use: who may run, in which order, and how the margin follows what the engines evict."""
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import AsyncExitStack, nullcontext
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arpo_megatron.bench.pools import PURPOSE, new_pool, start
+from arpo_megatron.bench.simulated_tools import SimulatedTools
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.rooms import EngineRoom
+from arpo_megatron.rollout.admission import FIRST_MARGIN, MAX_MARGIN, MIN_MARGIN, KvAdmission, PathId
+from arpo_megatron.rollout.admission_gate import AdmissionGate, path_of
+from arpo_megatron.rollout.limits import RolloutLimits
+from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
+from arpo_megatron.tasks.base import Task
+from tests.engine.scripted import ScriptedEngine
+from tests.rollout.growing import CODEC, SEED, Start, arpo
+from tests.rollout.test_shared_prefixes import script
+
+
+def admission(*rooms: EngineRoom, trees: int = 4, paths: int = 4, prompt: int = 100) -> KvAdmission:
+    """Return an admission with trees whose paths all ask; a path is expected to have 400 tokens after the prompt."""
+    found = KvAdmission(rooms)
+    for tree in range(trees):
+        found.add_tree(tree, prompt, 1600)
+        for path in range(paths):
+            found.add_path(tree, (path,), None, prompt)
+            found.ask(tree, (path,), prompt)
+    return found
+
+
+def granted(found: KvAdmission) -> list[PathId]:
+    return [path for path, _ in found.grant()]
+
+
+def test_as_many_paths_run_as_the_pool_is_expected_to_hold() -> None:
+    found = admission(EngineRoom(2000, 64))  # 0.9 * 2000 tokens: a prompt and four paths, or two prompts and four paths
+    assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,)), (0, (3,))]
+    assert found.figures().waiting == 12
+    assert granted(found) == []
+
+
+def test_request_limit_of_the_engine_holds_for_resident_paths_too() -> None:
+    found = admission(EngineRoom(10**6, 3))
+    assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,))]
+    found.answered(0, 0, (1,), 150, 0)
+    found.ask(0, (1,), 180)
+    assert granted(found) == [(0, (1,))], "it was there before path 3"
+
+
+def test_path_larger_than_the_pool_runs_alone() -> None:
+    found = admission(EngineRoom(50, 8), trees=2, paths=1)
+    assert granted(found) == [(0, (0,))]
+    found.answered(0, 0, (0,), 120, 0)
+    assert granted(found) == []
+    found.end(0, (0,))
+    assert granted(found) == [(1, (0,))]
+
+
+def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
+    found = admission(EngineRoom(1200, 8), trees=2, paths=2)
+    assert granted(found) == [(0, (0,)), (0, (1,))]
+    found.answered(0, 0, (0,), 300, 0)
+    found.add_path(0, (0, 0, 1), (0,), 300)
+    found.ask(0, (0, 0, 1), 300)
+    assert granted(found) == [], "there is no room for it, and the younger tree does not pass it"
+    found.answered(0, 0, (1,), 300, 0)
+    found.end(0, (1,))
+    assert granted(found) == [(0, (0, 0, 1))]
+    found.answered(0, 0, (0, 0, 1), 320, 300)
+    assert found.figures().recomputed == 0
+
+
+def test_trees_go_to_the_engine_with_the_most_room() -> None:
+    found = admission(EngineRoom(4000, 64), EngineRoom(2000, 64), trees=3)
+    where = dict(found.grant())
+    assert Counter(engine for engine in where.values()) == {0: 8, 1: 4}
+    assert len({engine for path, engine in where.items() if path[0] == 1}) == 1, "a tree stays on one engine"
+
+
+def test_margin_shrinks_with_recomputed_tokens_and_grows_without() -> None:
+    found = admission(EngineRoom(2000, 64))
+    granted(found)
+    found.answered(0, 0, (0,), 200, 0)
+    found.ask(0, (0,), 230)
+    assert granted(found) == [(0, (0,))]
+    found.answered(0, 0, (0,), 260, 150)
+    figures = found.figures()
+    assert figures.recomputed == 49, "199 tokens were in the cache"
+    assert figures.margin < FIRST_MARGIN
+    for _ in range(30):
+        found.ask(0, (0,), 260)
+        granted(found)
+        found.answered(0, 0, (0,), 260, 0)
+    assert found.figures().margin >= MIN_MARGIN
+    low = found.figures().margin
+    for path in range(4):
+        found.end(0, (path,))
+    assert low < found.figures().margin <= MAX_MARGIN
+
+
+def test_push_is_no_sign_of_a_full_pool() -> None:
+    found = admission(EngineRoom(2000, 64))
+    granted(found)
+    found.answered(0, 0, (0,), 200, 0)
+    found.flushed()
+    found.ask(0, (0,), 230)
+    granted(found)
+    found.answered(0, 0, (0,), 260, 0)
+    assert (found.figures().recomputed, found.figures().margin) == (0, FIRST_MARGIN)
+
+
+def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
+    found = admission(EngineRoom(1300, 64), trees=2, paths=1)
+    assert granted(found) == [(0, (0,)), (1, (0,))]
+    for tree in range(2):
+        found.answered(0, tree, (0,), 700, 0)
+        found.ask(tree, (0,), 750)
+    assert granted(found) == [(0, (0,))]
+    assert (found.figures().suspended, found.figures().resident) == (1, 1)
+    found.answered(0, 0, (0,), 800, 699)
+    found.end(0, (0,))
+    assert granted(found) == [(1, (0,))]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(200, 5000), st.integers(1, 9))
+def test_every_request_is_granted_in_the_end(seed: int, engines: int, tokens: int, requests: int) -> None:
+    """Random trees: no deadlock, no more requests than an engine takes, and no tokens left counted at the end."""
+    draw = random.Random(seed)
+    found = KvAdmission([EngineRoom(tokens, requests)] * engines)
+    running: list[tuple[PathId, int]] = []
+    lengths: dict[PathId, int] = {}
+    segments: Counter[PathId] = Counter()
+
+    def add(path: PathId, parent: tuple[int, ...] | None, start: int) -> None:
+        found.add_path(*path, parent, start)
+        lengths[path] = start
+        found.ask(*path, start)
+
+    for tree in range(6):
+        found.add_tree(tree, 50, 1000)
+        for number in range(3):
+            add((tree, (number,)), None, 50)
+    paths_of_removed = draw.randrange(6)
+    while lengths:
+        running += found.grant()
+        assert max(Counter(engine for _, engine in running).values(), default=0) <= requests
+        assert running, "nothing runs although paths ask"
+        path, engine = running.pop(draw.randrange(len(running)))
+        lengths[path] += draw.randrange(1, 200)
+        found.answered(engine, *path, lengths[path], draw.choice([0, lengths[path] // 2, None]))
+        segments[path] += 1
+        if draw.random() < 0.3:
+            found.end(*path)
+            length = lengths.pop(path)
+            if draw.random() < 0.3:
+                add((path[0], (*path[1], 0, 1 + len(segments))), path[1], length)
+        else:
+            found.ask(*path, lengths[path])
+    found.remove_tree(paths_of_removed)
+    assert found.grant() == []
+    assert found.figures().resident == 0
+    assert all(engine.reserved == engine.used == engine.running == 0 for engine in found._engines)
+
+
+def test_path_continues_at_its_first_child() -> None:
+    assert path_of((0,)) == path_of((0, 0, 0)) == (0,)
+    assert path_of((2, 0, 1)) == path_of((2, 0, 1, 0, 0)) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("room", [EngineRoom(700, 2), EngineRoom(4000, 6)])
+def test_trees_grow_as_without_admission(scripted_engine: Start, room: EngineRoom) -> None:
+    """Same trees, and never more requests than the engine runs and the few that it has in reserve."""
+    engine = scripted_engine(ScriptedEngine(str, seeded=script, delay_s=lambda _text: 0.01, room=room))
+    policy, limits = arpo(8, 2, k=4, branch_probability=1.0), RolloutLimits(3000, 900, 5, 60, 5.0)
+
+    async def run(admitted: bool) -> RolloutReport:
+        async with EngineClient(engine.url) as client, AsyncExitStack() as stack:
+            gate = AdmissionGate(client) if admitted else None
+            pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED, gate)
+            await stack.enter_async_context(gate or nullcontext())
+            settings = RolloutSettings(policy.config, 8, Sampling(), limits)
+            tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}" * 40 + "?") for n in range(6))
+            pool.start(start(tasks, step=0, version=0, settings=settings))
+            try:
+                report = await pool.collect(CollectTrees(PURPOSE))
+            finally:
+                await pool.close()
+            assert gate is None or gate.figures().resident == gate.figures().waiting == 0
+            return report
+
+    free = asyncio.run(run(False))
+    engine.most_running = 0
+    held = asyncio.run(run(True))
+    assert held.failed == free.failed == []
+    assert engine.most_running <= room.requests * 1.125 + 1
+    for one, other in zip(held.trees, free.trees, strict=True):
+        assert [segment.token_ids.tolist() for segment in one.segments] == [
+            segment.token_ids.tolist() for segment in other.segments
+        ]
