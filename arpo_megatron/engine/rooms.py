@@ -1,4 +1,4 @@
-"""What engines can hold, as they report it."""
+"""Sizes of engines, as they report them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine can hold."""
+    """Sizes of an engine."""
 
     tokens: int
     """Size of its KV pool."""

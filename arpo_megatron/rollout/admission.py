@@ -83,7 +83,7 @@ class _Engine:
 
 @dataclass(slots=True)
 class AdmissionFigures:
-    """What a report shows about admission."""
+    """Figures of admission for a report."""
 
     resident: int = 0
     """Resident paths now."""

@@ -48,7 +48,7 @@ class ScriptedEngine:
     incarnation: str = "first"
     """Process that answers; "" for an engine without the header."""
     room: EngineRoom | None = None
-    """What it reports that it can hold."""
+    """Sizes that it reports; None for an engine that reports none."""
     running: int = 0
     most_running: int = 0
     """Most requests at the same time."""
