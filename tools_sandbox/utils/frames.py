@@ -21,6 +21,6 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         message = json.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, OSError, ValueError):
+    except (asyncio.IncompleteReadError, OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
