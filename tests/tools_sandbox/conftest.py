@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from tests.tools_sandbox.helpers.attacks import ATTACKS
+from tests.tools_sandbox.helpers.browsing import Browse, browse_with
+from tests.tools_sandbox.helpers.hostile_site import Site, hostile_site
 from tests.tools_sandbox.helpers.services import Service, StartService, running
+from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import BrowseConfig, PythonConfig
 
 FIRST_OF_FAMILY = {attack.family: attack for attack in reversed(ATTACKS)}
 FACTS = [f"fact{number} value{number}" for number in range(3000)] + ["qzlf 417", "Grüße 7"]
@@ -71,3 +75,23 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def client(service: Service) -> Iterator[SandboxClient]:
     with SandboxClient(service.url) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with hostile_site() as running_site:
+        yield running_site
+
+
+@pytest.fixture(scope="module")
+def parser() -> Iterator[PageParser]:
+    """A parser that the tests of a module share. It gives longer texts than any test wants."""
+    started = PageParser(BrowseConfig(max_chars=1_000_000), PythonConfig())
+    started.start()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def browse(parser: PageParser) -> Browse:
+    return browse_with(parser)
