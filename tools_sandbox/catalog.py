@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
@@ -73,16 +76,29 @@ def _tools_except_python(config: SandboxConfig) -> list[Tool]:
 
 
 def _load_plugin(plugin: PluginConfig) -> Tool:
-    offered = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS)}
-    if plugin.name not in offered:
-        known = ", ".join(sorted(offered)) or "none"
-        raise ConfigError(
-            f'plugins: no installed package offers "{plugin.name}" in {ENTRY_POINTS} (installed: {known})'
-        )
     try:
-        tool = offered[plugin.name].load()(**plugin.options)
+        tool = _plugin_class(plugin.name)(**plugin.options)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f'plugins: "{plugin.name}" cannot be created: {type(error).__name__}: {error}') from error
     if not isinstance(tool, Tool):
         raise ConfigError(f'plugins: "{plugin.name}" is not a tools_sandbox.tool.Tool')
     return tool
+
+
+def _plugin_class(name: str) -> Any:
+    """Import the class of an entry point, or of a file for a name like `/path/my.py:MyTool`."""
+    path, colon, attribute = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # pydantic looks annotations up in their module
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)
+    offered = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in offered:
+        known = ", ".join(sorted(offered)) or "none"
+        raise ConfigError(f'plugins: no installed package offers "{name}" in {ENTRY_POINTS} (installed: {known})')
+    return offered[name].load()

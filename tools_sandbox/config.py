@@ -238,10 +238,10 @@ class McpServerConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PluginConfig:
-    """One tool of an installed package, identified by its entry point in the group `tools_sandbox.tool`."""
+    """A tool of an installed package, by its entry point in the group `tools_sandbox.tool`, or of a Python file."""
 
     name: str
-    """Name of the entry point."""
+    """Name of the entry point, or FILE.py:CLASS; a relative path is relative to the configuration file."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the tool's class."""
 
@@ -286,7 +286,7 @@ class SandboxConfig:
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
     """MCP servers by name."""
     plugins: tuple[PluginConfig, ...] = ()
-    """Tools of installed packages."""
+    """Tools of installed packages or files."""
     cache: CacheConfig = CacheConfig()
     log: LogConfig = LogConfig()
     workers: Positive = min(4, os.cpu_count() or 1)
@@ -332,8 +332,12 @@ def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
     session_dir, web = absolute(config.python.session_dir), config.search.web
     if web is not None:
         web = replace(web, count_path=absolute(web.count_path))
+    plugins = tuple(
+        replace(each, name=str(folder / each.name)) if ".py:" in each.name else each for each in config.plugins
+    )
     return replace(
         config,
+        plugins=plugins,
         python=replace(config.python, session_dir=session_dir),
         search=replace(config.search, sources=sources, index_path=absolute(config.search.index_path), web=web),
         cache=replace(config.cache, sqlite_path=absolute(config.cache.sqlite_path)),

@@ -154,6 +154,9 @@ def _with_absolute_paths(values: Values, folder: Path) -> Values:
     def absolute(word: str) -> str:
         return str((folder / word).resolve()) if word.startswith(_RELATIVE) else word
 
+    for plugin in values.get("plugins", ()):
+        if ".py:" in plugin["name"]:
+            plugin["name"] = str(folder / plugin["name"])
     for server in values.get("mcp", {}).values():
         server["command"] = absolute(server["command"])
         server["args"] = [absolute(word) for word in server.get("args", ())]

@@ -30,6 +30,21 @@ def test_unknown_plugin_is_a_config_error() -> None:
         build_tools(SandboxConfig(plugins=(PluginConfig("count_wrods"),)))
 
 
+def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"
+        "from tools_sandbox.tool import Tool\nclass Text(BaseModel):\n    text: str\n"
+        "class Reverse(Tool):\n    name, description, arguments = 'reverse', 'Reverse a text.', Text\n"
+        "    async def run(self, arguments, timeout_s):\n        return ToolResult('ok', arguments.text[::-1])\n"
+    )
+    service = start_service({"plugins": [{"name": f"{tmp_path / 'mine.py'}:Reverse"}]})
+    with SandboxClient(service.url) as client:
+        assert client.call("reverse", {"text": "abc"}).text == "cba"
+    for name, reason in (("mine.py:Revers", "AttributeError"), ("none.py:Reverse", "FileNotFoundError")):
+        with pytest.raises(ConfigError, match=reason):
+            build_tools(SandboxConfig(plugins=(PluginConfig(str(tmp_path / name)),)))
+
+
 @pytest.mark.parametrize(
     ("server", "parts"),
     [

@@ -10,7 +10,7 @@ PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "tutorials").glob
 TRAINING = [page for page in PAGES if any(block.when == "trains" for block in blocks(page.read_text()))]
 
 
-CHEAP = [page for page in PAGES if page.stem in ("coming-from", "qwen3", "slurm", "tool")]
+CHEAP = [page for page in PAGES if page.stem in ("coming-from", "data-and-reward", "qwen3", "slurm", "tool")]
 """Pages whose commands, up to the first that trains, take a few seconds in all."""
 
 
@@ -24,6 +24,13 @@ def test_commands_before_the_training_work(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", TRAINING, ids=lambda page: page.stem)
 def test_whole_tutorial_works(page: Path, tmp_path: Path) -> None:
     assert run_page(page.read_text(), tmp_path, train=True)
+
+
+def test_own_tool_reward_and_data_take_at_most_40_lines() -> None:
+    page = (PAGES[0].parent / "data-and-reward.md").read_text()
+    files = {block.file: block.content for block in blocks(page) if block.file}
+    lines = [line for name in ("questions.py", "mine.py", "tools.yaml") for line in files[name].splitlines()]
+    assert len([line for line in lines if line.strip()]) <= 40
 
 
 def test_wrong_output_fails(tmp_path: Path) -> None:
