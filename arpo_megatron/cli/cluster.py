@@ -195,6 +195,14 @@ def doctor(
     cluster: Annotated[
         str | None, typer.Option(help="Check the cluster of this profile; run it on the login node.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Then measure network, filesystem and host copies in a job of the profile's `nodes`, else of two, and "
+            "write them to the profile. Plans use them.",
+        ),
+    ] = False,
 ) -> None:
     """Check this machine, a recipe and a cluster before a job starts. Each problem is one line with its fix.
 
@@ -202,8 +210,10 @@ def doctor(
     """
     from arpo_megatron.cli.doctor import examine
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.cluster.ssh import run_on_login_node
+    from arpo_megatron.cluster.ssh import login_node, run_on_login_node
 
+    if measure and (cluster is None or login_node(cluster) is not None):
+        raise UserError("--measure needs --cluster NAME, on the cluster's login node: it writes to the profile there")
     run_on_login_node(cluster, "doctor", recipe, *(overrides or ()))
     if overrides and recipe is None:
         raise UserError("KEY=VALUE needs a recipe: arpo doctor RECIPE KEY=VALUE")
@@ -211,5 +221,20 @@ def doctor(
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):
         raise typer.Exit(1)
+    if measure and profile is not None and cluster is not None:
+        _measure(cluster, profile)
     start = f"train {recipe}" if cluster is None else f"submit {recipe} --cluster {cluster}"
     next_command("arpo demo" if recipe is None else f"arpo {start}")
+
+
+def _measure(cluster: str, profile: "ClusterProfile") -> None:
+    from arpo_megatron.cluster import measure
+    from arpo_megatron.cluster.profile import read_profile
+
+    nodes = profile.nodes or 2
+    print(f"measuring on {nodes} node(s), as soon as Slurm has them")
+    speeds = measure.measure(profile, nodes)
+    _, path = read_profile(cluster)
+    measure.keep(Path(path), speeds, nodes)
+    for key, speed in speeds.items():
+        print(f"{key}: {speed:.3g}, in {path}")

@@ -90,7 +90,8 @@ class ClusterProfile:
     """Seconds before the time limit at which the job saves and ends. It must be longer than a training step and a
     checkpoint, and shorter than `time`. Slurm's signal may come up to a minute earlier."""
     filesystem_gb_s: PositiveFloat = 2.0
-    """GB per second at which all nodes together write to `runs`, for plans and for the check of `signal_s`."""
+    """GB per second at which all nodes together write to `runs`, for plans and for the check of `signal_s`.
+    `arpo doctor --cluster NAME --measure` measures this and the next two, and writes them here."""
     network_gb_s: PositiveFloat | None = None
     """GB per second that collectives send from a GPU to other nodes. None: 0.7 of the data sheet."""
     host_copy_gb_s: PositiveFloat | None = None
