@@ -36,6 +36,7 @@ class ExtensionPoint(StrEnum):
     REPLAY = "arpo_megatron.replay_buffers"
     CALL_PROTOCOL = "arpo_megatron.call_protocols"
     DATA_READER = "arpo_megatron.data_readers"
+    ENVIRONMENT = "arpo_megatron.environments"
     PRESET = "arpo_megatron.presets"
 
     @property
@@ -62,6 +63,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.REWARD: {
         "arpo": "arpo_megatron.rewards.arpo:ArpoReward",
         "arpo_released": "arpo_megatron.rewards.released:ReleasedReward",
+        "environment": "arpo_megatron.rewards.environment:EnvironmentReward",
     },
     ExtensionPoint.ADVANTAGE: {
         "centred": "arpo_megatron.algorithms.advantages.centred:Centred",
@@ -100,6 +102,10 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "hermes": "arpo_megatron.tasks.protocols.hermes:HermesProtocol",
         "tags": "arpo_megatron.tasks.tags.protocol:TagProtocol",
         "template": "arpo_megatron.engine.template_protocol:TemplateProtocol",
+    },
+    ExtensionPoint.ENVIRONMENT: {
+        "scripted_user": "arpo_megatron.tasks.environments.scripted_user:ScriptedUser",
+        "sql": "arpo_megatron.tasks.environments.sql:SqlDatabase",
     },
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"

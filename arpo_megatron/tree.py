@@ -96,6 +96,8 @@ class Segment:
     routes: Int16Array | None = None
     """int16[n, layers, k], the experts that the engine chose for each token, in any order; -1 for a token without known
     routes. None: no token has routes."""
+    rewards: Mapping[str, float] | None = None
+    """Parts of the reward that an environment has given for the action that the segment ends with. MODEL only."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -219,6 +221,7 @@ class RolloutTree:
         branch: BranchRecord | None = None,
         tool: ToolRecord | None = None,
         routes: ArrayLike | Mapping[str, Any] | None = None,
+        rewards: Mapping[str, float] | None = None,
     ) -> int:
         """Append a segment below `parent` and return its index.
 
@@ -233,8 +236,10 @@ class RolloutTree:
             raise ValueError(f"unknown parent {parent}: the tree has segments 0 to {len(self.segments) - 1}")
         if role is Role.PROMPT:
             raise ValueError("a tree has one PROMPT segment, its root")
-        if role is not Role.MODEL and any(x is not None for x in (logprobs, entropies, finish, branch)):
-            raise ValueError(f"log-probs, entropies, finish and branch belong to MODEL segments, not {role.value}")
+        if role is not Role.MODEL and any(x is not None for x in (logprobs, entropies, finish, branch, rewards)):
+            raise ValueError(f"log-probs, entropies, finish, branch, rewards belong to MODEL segments, not {role}")
+        if rewards is not None and not np.isfinite(list(rewards.values())).all():
+            raise ValueError("rewards must be finite numbers")
         if role is not Role.TOOL and tool is not None:
             raise ValueError(f"a tool record belongs to TOOL segments, not {role.value}")
         lps = None if logprobs is None else _frozen(np.array(logprobs, dtype=np.float32).reshape(-1))
@@ -247,7 +252,7 @@ class RolloutTree:
             raise ValueError("log-probs and entropies must be finite numbers")
         version = operator.index(policy_version)
         known = None if routes is None else _routes(routes, len(ids))
-        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known))
+        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known, rewards))
         return len(self.segments) - 1
 
     def append(self, parent: int, segment: Segment) -> int:
@@ -346,13 +351,8 @@ class RolloutTree:
         step = int(data.get("step", 0))
         if not isinstance(data["task_id"], str) or step < 0:  # draws are keyed by both
             raise ValueError(f"task {data['task_id']!r}, begun in step {step}: expected text and a number from 0")
-        tree = cls(
-            data["task_id"],
-            root["token_ids"],
-            routes=root.get("routes"),
-            step=step,
-            seconds=float(data.get("seconds", 0.0)),
-        )
+        seconds = float(data.get("seconds", 0.0))
+        tree = cls(data["task_id"], root["token_ids"], routes=root.get("routes"), step=step, seconds=seconds)
         for item in rest:
             given = dict(item)
             if given.get("finish") is not None:
@@ -385,16 +385,15 @@ def _segment_to_dict(segment: Segment) -> dict[str, Any]:
         "token_ids": segment.token_ids.tolist(),
         "policy_version": segment.policy_version,
     }
-    if segment.logprobs is not None:
-        data["logprobs"] = segment.logprobs.tolist()
-    if segment.entropies is not None:
-        data["entropies"] = segment.entropies.tolist()
+    for name, values in (("logprobs", segment.logprobs), ("entropies", segment.entropies)):
+        if values is not None:
+            data[name] = values.tolist()
     if segment.finish is not None:
         data["finish"] = segment.finish.value
-    if segment.branch is not None:
-        data["branch"] = asdict(segment.branch)
+    data |= {} if segment.branch is None else {"branch": asdict(segment.branch)}
     if segment.tool is not None:
         data["tool"] = {**asdict(segment.tool), "arguments": dict(segment.tool.arguments)}
+    data |= {} if segment.rewards is None else {"rewards": dict(segment.rewards)}
     if (routes := stored_routes(segment.routes)) is not None:
         data["routes"] = {**routes, "experts": routes["experts"].tolist()}
     return data

@@ -1,7 +1,7 @@
 """Section `rollout`: limits and sampling of a trajectory, and how rollouts overlap with training."""
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -28,6 +28,11 @@ class RolloutConfig:
     system_prompt: str | None = None
     """System prompt of all tasks instead of that of the data: `tools` (rendered from the tools of the job), a released
     prompt of ARPO (`arpo`, `arpo_search`, `arpo_python`, `arpo_no_tools`), or a text file."""
+    environment: str | None = None
+    """Environment of the tasks, in place of tools (docs/guides/environments.md): each turn of the model is an action.
+    `sql`, `scripted_user`, or that of an installed package. Its steps are limited by `max_tool_calls`."""
+    environment_params: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Params of the environment."""
     max_tool_calls: NonNegative = 3
     """Tool calls per trajectory; see `at_limit` for a call beyond them."""
     max_calls_by_tool: dict[str, NonNegative] = field(default_factory=dict, hash=False)

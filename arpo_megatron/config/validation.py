@@ -67,8 +67,7 @@ def check_job(config: "JobConfig") -> None:
         if config.algorithm.router_replay != "none":
             raise ValueError("algorithm.router_replay=rollout needs a model with experts at model.path")
     _check_data(config)
-    if config.rollout.tools is not None:
-        _check_tool_names(config.rollout.tools)
+    _check_tools(config)
     _check_limits(config)
     _check_staleness(config)
     if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
@@ -104,6 +103,15 @@ def _check_limits(config: "JobConfig") -> None:
     ):
         if unknown := sorted(set(names) - set(tools)):
             raise ValueError(f"{key} names {unknown[0]!r}, which is not a tool of the job ({', '.join(tools)})")
+
+
+def _check_tools(config: "JobConfig") -> None:
+    if config.rollout.environment is not None and config.rollout.tools is not None:
+        raise ValueError("rollout.environment and rollout.tools exclude each other: an environment has its own actions")
+    if config.reward.kind == "environment" and config.rollout.environment is None:
+        raise ValueError("reward.kind=environment needs rollout.environment=NAME")
+    if config.rollout.tools is not None:
+        _check_tool_names(config.rollout.tools)
 
 
 def _check_tool_names(names: Sequence[str]) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,10 @@ from arpo_megatron.tasks.protocols.base import (
     TurnFrame,
     read_arguments,
 )
+from arpo_megatron.tasks.protocols.chat_frames import tool_frame
 from arpo_megatron.tasks.protocols.hermes import UNKNOWN
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
 from arpo_megatron.tasks.tags.response import parse_last_turn
-
-_ANSWER = 'answer-of-the-"tool"'
-"""Stands for a result in a rendered conversation. Its quotes show whether the template writes results as JSON."""
-_CALL_ID = "call00000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ class TemplateProtocol:
     def _frame(self) -> TurnFrame:
         if self.model is None:
             raise AssertionError("a protocol that inserts results has a chat template")
-        return template_frame(self.model)
+        return tool_frame(self.model)
 
     def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
         """Return the conversation with the tools as the template describes them."""
@@ -102,32 +97,3 @@ class TemplateProtocol:
 
 def _invalid(reason: str) -> InvalidCall:
     return InvalidCall(UNKNOWN, f"Error: the call cannot be executed: {reason}.")
-
-
-@lru_cache
-def template_frame(model: Path) -> TurnFrame:
-    """Return the text that a chat template writes around a result, after the token that ends the model's turn.
-
-    Raises:
-        UserError: the template has no tool messages, or does not end a turn with the end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    where = f"rollout.protocol=template: the chat template of {model}"
-    if not tokenizer.chat_template:
-        raise UserError(f"{where} is missing: choose rollout.protocol=hermes or tags")
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": "tool", "arguments": {"argument": "value"}}}
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    result = {"role": "tool", "name": "tool", "tool_call_id": _CALL_ID, "content": _ANSWER}
-    try:
-        called = str(tokenizer.apply_chat_template(turns, tokenize=False))
-        answered = str(tokenizer.apply_chat_template([*turns, result], tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # whatever the template raises
-        raise UserError(f"{where} refuses a tool message: {error}") from None
-    end, escaped = str(tokenizer.eos_token), dumps(_ANSWER)[1:-1]
-    written = escaped if escaped in answered else _ANSWER
-    if not answered.startswith(called) or end not in called or written not in answered[len(called) :]:
-        raise UserError(f"{where} does not append a tool message after {end}: choose rollout.protocol=hermes or tags")
-    before, _, after = answered[called.rindex(end) + len(end) :].partition(written)
-    return TurnFrame(before, after, as_json=written is escaped)

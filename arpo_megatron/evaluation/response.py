@@ -1,10 +1,10 @@
 """Responses of agents, before they are scored."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from arpo_megatron.evaluation.journal import Outcome
-from arpo_megatron.rewards.base import last_turn
+from arpo_megatron.rewards.base import environment_rewards, last_turn
 from arpo_megatron.rollout.messages import IncompleteTree
 from arpo_megatron.tree import FAILED_CALL, Finish, Role, RolloutTree
 
@@ -34,6 +34,8 @@ class AgentResponse:
     """Text of the model after the last tool result; None: all of `text`."""
     called: tuple[str, ...] = ()
     """Names of the tools that were called."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the parts of the reward that an environment has given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def tree_responses(tree: RolloutTree, decode: Decode) -> list[Response]:
                 seconds=tree.seconds,
                 last_turn=decode(last),
                 called=tuple(sorted(called)),
+                rewards=environment_rewards(tree, leaf),
             )
         )
     return responses

@@ -138,6 +138,8 @@ def _resolve(request: EvalRequest, log: Log, *, create: bool = True) -> _Evaluat
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _test_sets(request, target, suite)
     config = eval_config(target, benchmarks, tools, list(request.overrides or ()))
+    if config.rollout.environment is not None and suite != HELD_OUT:
+        raise UserError(f"rollout.environment={config.rollout.environment}: only --suite {HELD_OUT} has its tasks")
     if target.kind is TargetKind.SERVER and tools is not Tools.NONE and config.rollout.protocol != "tags":
         raise UserError(
             f"rollout.protocol={config.rollout.protocol}: a server is evaluated with tags only; evaluate the model's "

@@ -100,7 +100,12 @@ def held_out_scorer(reward: Reward, tasks: Sequence[Task], threshold: float) -> 
     by_id = {task.id: task for task in tasks}
 
     def grade(question: Question, response: AgentResponse) -> AnswerVerdict:
-        given = RewardResponse(response.text, last_turn=response.last_turn, called=frozenset(response.called))
+        given = RewardResponse(
+            response.text,
+            last_turn=response.last_turn,
+            called=frozenset(response.called),
+            rewards=response.rewards,
+        )
         (score,) = reward.score_group(ResponseGroup(by_id[question.id], [given]))
         answer = score.answer if score.format_ok else None
         return AnswerVerdict(answer, score.accuracy, score.accuracy > threshold, score.format_ok, detail=score.reason)

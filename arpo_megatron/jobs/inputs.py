@@ -24,6 +24,8 @@ from arpo_megatron.models.known import check_is_known
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.environments.build import environment_maker
+from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.files.reader import check_readable, read_tasks, read_texts
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.sft.dataset import Conversations, read_conversations
@@ -159,6 +161,8 @@ def _check_protocol(config: JobConfig) -> None:
     """Check the names of protocol, parser and system prompt. Raises UserError."""
     rollout = config.rollout
     protocol = make_protocol(rollout.protocol)
+    if rollout.environment is not None:
+        environment_maker(rollout.environment, rollout.environment_params)
     if rollout.system_prompt is not None:
         system_prompt(rollout.system_prompt, protocol)
     parsers, named = known_parsers(), rollout.tool_call_parser
@@ -232,7 +236,9 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
     except ValueError as error:
         raise UserError(str(error)) from None
     rollout = config.rollout
-    protocol = make_protocol(rollout.protocol, model=Path(tokenizer.name_or_path))
+    model = Path(tokenizer.name_or_path)
+    tags = make_protocol(rollout.protocol, model=model)
+    protocol = tags if rollout.environment is None else EnvironmentProtocol(model)
     frame = len(tokenizer.encode(protocol.result_text(""), add_special_tokens=False))
     if rollout.max_tool_tokens <= frame:
         raise UserError(

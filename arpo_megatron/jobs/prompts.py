@@ -10,6 +10,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs.inputs import training_prompt
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tasks.base import Message, Task
+from arpo_megatron.tasks.environments.build import environment_maker, environment_prompt, fork_note
 from arpo_megatron.tasks.files.mixture import change_tasks
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
@@ -48,6 +49,13 @@ def job_system_prompt(config: JobConfig, run: RunDirectory | None) -> str | None
     return system_prompt(config.rollout.system_prompt, prompt_protocol(config, run))
 
 
+def environment_notes(config: JobConfig) -> list[str]:
+    """Return lines for the user about the environment of a job."""
+    named = config.rollout.environment
+    note = None if named is None else fork_note(named, environment_maker(named, config.rollout.environment_params))
+    return [] if note is None else [note]
+
+
 def with_tool_prompts(
     tasks: Sequence[Task],
     config: JobConfig,
@@ -55,7 +63,7 @@ def with_tool_prompts(
     tokenizer: "PreTrainedTokenizerFast | None",
     system_name: str | None,
 ) -> Sequence[Task]:
-    """Return tasks in the form of the job's call protocol, with another system prompt; unchanged if neither is needed.
+    """Return tasks as the policy is prompted: in the form of the call protocol, or as their environment begins.
 
     Args:
         tasks: tasks as the data has them.
@@ -67,7 +75,11 @@ def with_tool_prompts(
     Raises:
         UserError: there is no such system prompt, or the model has no chat template where the protocol needs one.
     """
-    if config.rollout.protocol == "tags" and system_name is None:
+    rollout = config.rollout
+    if rollout.environment is not None:
+        make_environment = environment_maker(rollout.environment, rollout.environment_params)
+        return change_tasks(tasks, environment_prompt(make_environment, tokenizer))
+    if rollout.protocol == "tags" and system_name is None:
         return tasks
     protocol = prompt_protocol(config, run)
     system = None if system_name is None else system_prompt(system_name, protocol)

@@ -243,7 +243,15 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
     data = replace(data, reader=_absolute_component(data.reader))
     model, sft = replace(config.model, path=absolute(config.model.path)), config.sft
     reward = replace(config.reward, kind=_absolute_component(config.reward.kind))
-    return replace(config, data=data, model=model, sft=replace(sft, data=absolute(sft.data)), reward=reward)
+    rollout = config.rollout
+    rollout = replace(
+        rollout,
+        protocol=_absolute_component(rollout.protocol),
+        environment=None if rollout.environment is None else _absolute_component(rollout.environment),
+        system_prompt=None if rollout.system_prompt is None else _absolute_file(rollout.system_prompt),
+    )
+    sft = replace(sft, data=absolute(sft.data))
+    return replace(config, data=data, model=model, sft=sft, reward=reward, rollout=rollout)
 
 
 def _absolute_component(name: str) -> str:
@@ -251,6 +259,12 @@ def _absolute_component(name: str) -> str:
     if (found := registry.in_file(name)) is None:
         return name
     return f"{found[0].expanduser().absolute()}:{found[1]}"
+
+
+def _absolute_file(name: str) -> str:
+    """Return the absolute path of a file, and any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_file() else name
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:

@@ -15,6 +15,7 @@ from arpo_megatron.jobs import resolve, run_directory
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
+from arpo_megatron.jobs.prompts import environment_notes
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, services
@@ -193,7 +194,7 @@ def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]
     notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
     if not run.searchable:
         notes.append("the search tool is off: there is nothing to search (data.search_cache=FILE.json)")
-    notes += [*data.notes, *check_tools(config, run)]
+    notes += [*data.notes, *check_tools(config, run), *environment_notes(config)]
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"

@@ -43,6 +43,8 @@ class Response:
     """Text of the model after the last tool result; None: all of `text`."""
     called: frozenset[str] = frozenset()
     """Names of the tools that were called."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the parts of the reward that an environment has given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,17 @@ def group_of(tree: RolloutTree, task: Task, decode: Callable[[list[int]], str], 
         ids = tree.path_tokens(leaf)[prompt:].tolist()
         calls = sum(tree.segments[index].role is Role.TOOL for index in tree.path(leaf))
         last, called = last_turn(tree, leaf)
-        responses.append(Response(decode(ids), len(ids), calls, decode(last), called))
+        responses.append(Response(decode(ids), len(ids), calls, decode(last), called, environment_rewards(tree, leaf)))
     return ResponseGroup(task, responses, step)
+
+
+def environment_rewards(tree: RolloutTree, leaf: int) -> dict[str, float]:
+    """Return the sums of an environment's rewards over a trajectory, by name."""
+    sums: dict[str, float] = {}
+    for index in tree.path(leaf):
+        for name, value in (tree.segments[index].rewards or {}).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 def last_turn(tree: RolloutTree, leaf: int) -> tuple[list[int], frozenset[str]]:

@@ -8,6 +8,7 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.admission_gate import TreeAdmission
+from arpo_megatron.rollout.environments import TreeEnvironments
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.protocols.base import TextCodec
@@ -40,6 +41,8 @@ class RolloutContext:
     """Ask the engine for the experts that each token was sent to."""
     admission: TreeAdmission | None = None
     """Lets requests pass as the engines' KV pools have room; None: all pass at once."""
+    environments: TreeEnvironments | None = None
+    """Environments of the tree; None: the policy calls tools."""
     ready: Callable[[], Awaitable[None]] | None = None
     """Awaited before each request."""
 

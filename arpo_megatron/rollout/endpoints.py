@@ -82,6 +82,8 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         protocol=config.rollout.protocol,
         tool_call_parser=config.rollout.tool_call_parser,
         admission=config.rollout.admission,
+        environment=config.rollout.environment,
+        environment_params=config.rollout.environment_params,
     )
     return RolloutHandle.connect(services.rollout_socket, settings, patience_s=config.engine.retry_for_s)
 

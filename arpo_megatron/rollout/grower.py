@@ -41,6 +41,7 @@ from arpo_megatron.algorithms.branching import (
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
+from arpo_megatron.rollout.environments import ends_trajectory, rewards_of
 from arpo_megatron.rollout.limits import NO_CALLS, AnsweredCall, CallHistory
 from arpo_megatron.rollout.lost_branches import (
     AllBranchesLostError,
@@ -329,6 +330,10 @@ class TreeGrower:
         if result.tool.status == FAILED_CALL:
             segment.node.add_child(Role.TOOL).tool = result.tool
             return None
+        segment.node.rewards = rewards_of(result.tool)
+        if ends_trajectory(result.tool):
+            segment.node.finish = Finish.END
+            return None
         prefix = np.concatenate([segment.prefix, result.token_ids])
         if len(prefix) >= self._max_length:
             segment.node.finish = Finish.LENGTH
@@ -376,6 +381,7 @@ class TreeGrower:
                 branch=node.branch,
                 tool=node.tool,
                 routes=node.routes,
+                rewards=node.rewards,
             )
         tree.needs = needed_trajectories(tree, keys, probed=isinstance(self._context.policy, ProbingPolicy))
         return tree

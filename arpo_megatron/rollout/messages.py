@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
@@ -132,6 +132,10 @@ class ServiceSettings:
     """SGLang's name of the format of calls (`rollout.tool_call_parser`)."""
     admission: Literal["kv", "all"] = "kv"
     """`rollout.admission`."""
+    environment: str | None = None
+    """Name of the environment (`rollout.environment`); None: the policy calls tools."""
+    environment_params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Its params (`rollout.environment_params`)."""
 
 
 @dataclass(frozen=True, slots=True)

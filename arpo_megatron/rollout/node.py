@@ -1,6 +1,6 @@
 """A segment of a tree that is still growing."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ class Node:
     branch: BranchRecord | None = None
     tool: ToolRecord | None = None
     routes: Int16Array | None = None
+    rewards: Mapping[str, float] | None = None
     parent: "Node | None" = None
     children: "list[Node]" = field(default_factory=list)
 

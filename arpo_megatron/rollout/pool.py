@@ -16,13 +16,14 @@ from functools import partial
 
 import numpy as np
 
-from arpo_megatron.algorithms.branching import BranchPolicy
+from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
 from arpo_megatron.rollout.admission_gate import AdmissionGate, TreeAdmission
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, ToolTextError, routing_key
+from arpo_megatron.rollout.environments import EnvironmentStateError, TreeEnvironments
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
@@ -38,6 +39,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.shared_prefixes import common_prefix_length
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.environments.base import MakeEnvironment, can_fork
 from arpo_megatron.tasks.protocols.base import CallProtocol, TextCodec
 from arpo_megatron.tasks.tags.calls import ends_inside_stop
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
@@ -46,7 +48,7 @@ from tools_sandbox.client import SandboxError
 
 TREE_FAILURES = (
     *(EngineUnavailableError, EngineRefusedError, SandboxError, AllBranchesLostError),
-    *(PromptTooLongError, ToolTextError),
+    *(PromptTooLongError, ToolTextError, EnvironmentStateError),
 )
 """Expected errors of one tree. Any other error fails its tree, too, and its traceback is printed."""
 
@@ -68,6 +70,7 @@ class _PoolTree:
     """Policy version at its start."""
     grower: TreeGrower
     admission: TreeAdmission | None = None
+    environments: TreeEnvironments | None = None
     job: "asyncio.Task[None] | None" = None
     result: RolloutTree | Exception | None = None
     """The finished tree, or why it failed; None while it grows."""
@@ -111,6 +114,7 @@ class TreePool:
         expert_routes: sizes of the engines' expert routes; None if they return none.
         protocol: the call protocol with its tools.
         admission: lets requests pass as the engines' KV pools have room; None: all pass at once.
+        make_environment: returns the environment of a trajectory; None: the policy calls tools.
     """
 
     def __init__(
@@ -125,11 +129,14 @@ class TreePool:
         expert_routes: ExpertRouteSpec | None = None,
         protocol: CallProtocol = DEFAULT_PROTOCOL,
         admission: AdmissionGate | None = None,
+        make_environment: MakeEnvironment | None = None,
     ) -> None:
         self._engine = engine
         self._tools = tools
         self._protocol = protocol
         self._admission = admission
+        self._make_environment = make_environment
+        self._can_fork = make_environment is None or can_fork(make_environment())
         self._codec = codec
         self._seed = seed
         self._policy = policy
@@ -152,18 +159,23 @@ class TreePool:
         common = asyncio.create_task(self._prefill_new(prompts, costs))
         for each, prompt in zip(new, prompts, strict=True):
             policy = self._policy(each.settings)
+            if not self._can_fork:
+                policy = GrpoPolicy(policy.total)
             limits = replace(each.settings.limits, protocol=self._protocol)
             queue = self._queues.setdefault(each.purpose, _Queue(policy, limits))
             queue.policy, queue.limits = policy, limits
             if not queue.trees:
                 queue.since = time.monotonic()
-            grower = self._grower(each, prompt, queue)
-            tree = _PoolTree(each.tree_id, each.version, grower, grower.admission)
+            environments = self._environments(each)
+            grower = self._grower(each, prompt, queue, environments)
+            tree = _PoolTree(each.tree_id, each.version, grower, grower.admission, environments)
             queue.trees.append(tree)
             queue.unfinished[tree.version] += 1
             tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
 
-    def _grower(self, tree: LiveTree, prompt: Int32Array, queue: _Queue) -> TreeGrower:
+    def _grower(
+        self, tree: LiveTree, prompt: Int32Array, queue: _Queue, environments: TreeEnvironments | None
+    ) -> TreeGrower:
         settings = tree.settings
         admission = None
         if self._admission is not None:
@@ -181,10 +193,16 @@ class TreePool:
             on_tokens=partial(self._count_tokens, queue),
             expert_routes=self._expert_routes if settings.expert_routes else None,
             admission=admission,
+            environments=environments,
             ready=self._ready,
         )
         record = partial(self._record, tree.tree_id)
         return TreeGrower(tree.task.id, prompt, context, entries=tree.entries, record=record)
+
+    def _environments(self, tree: LiveTree) -> TreeEnvironments | None:
+        if self._make_environment is None:
+            return None
+        return TreeEnvironments(self._make_environment, tree.task, tree.settings.limits.tool_timeout_s)
 
     async def collect(self, request: CollectTrees) -> RolloutReport:
         """Wait for finished trees of one purpose, and hand over the oldest (`CollectTrees`).
@@ -303,6 +321,8 @@ class TreePool:
         finally:
             if tree.admission is not None:
                 tree.admission.close()
+            if tree.environments is not None:
+                tree.environments.close()
             queue.unfinished[tree.version] -= 1
             self._changed.set()
 

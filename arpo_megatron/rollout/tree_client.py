@@ -19,6 +19,7 @@ from arpo_megatron.engine.request import Generation
 from arpo_megatron.rollout.accounting import RolloutCounts
 from arpo_megatron.rollout.admission_gate import Turn
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError, routing_key
+from arpo_megatron.rollout.environments import step_record
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
@@ -156,6 +157,11 @@ class TreeClient:
             ids = self._result_tokens(call.tool, call.result)
             return RecordedAnswer(ids, ToolRecord(call.tool, {}, call.status, 0.0, False))
         started = time.monotonic()
+        if (environments := self._context.environments) is not None:
+            action = str(call.arguments["action"])
+            step = await environments.step(node, action)
+            seen = self._result_tokens(call.tool, step.observation)
+            return RecordedAnswer(seen, step_record(action, step, time.monotonic() - started))
         answer = await self._execute(node, call)
         ids = self._result_tokens(call.tool, answer.text)
         seconds = time.monotonic() - started

@@ -39,12 +39,16 @@ from arpo_megatron.rollout.messages import (
     Resume,
     RolloutReport,
     RolloutSettings,
+    ServiceSettings,
     StaleEnginesError,
     StartTrees,
     StopTrees,
 )
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.tasks.environments.build import environment_maker
+from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
+from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.utils.processes import raise_file_limit
 
@@ -147,14 +151,11 @@ class Session:
                 self._send,
                 self._record,
                 settings.expert_routes,
-                make_protocol(
-                    settings.protocol,
-                    await tools.select(settings.tools),
-                    parser=settings.tool_call_parser,
-                    model=settings.tokenizer_path,
-                    parse=parse,
-                ),
+                await _protocol(settings, tools, parse),
                 admission if settings.admission == "kv" else None,
+                None
+                if settings.environment is None
+                else environment_maker(settings.environment, settings.environment_params),
             )
             engine.on_stale = pool.note_stale
             try:
@@ -180,6 +181,19 @@ class Session:
 
     def _record(self, number: int, entry: bytes) -> None:
         self._outbox.put(RecordEntry(number, entry))
+
+
+async def _protocol(settings: ServiceSettings, tools: ToolClient, parse: CallParser) -> CallProtocol:
+    """Return the call protocol with the tools of the job, or that of its environment."""
+    if settings.environment is not None:
+        return EnvironmentProtocol(settings.tokenizer_path)
+    return make_protocol(
+        settings.protocol,
+        await tools.select(settings.tools),
+        parser=settings.tool_call_parser,
+        model=settings.tokenizer_path,
+        parse=parse,
+    )
 
 
 async def _answer(pool: TreePool, request: object) -> object:

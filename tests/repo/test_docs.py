@@ -98,12 +98,12 @@ def test_named_config_keys_exist(page: Path) -> None:
     assert not [key for key in named if key not in known and not free.match(key)]
 
 
-NO_METHOD = {"epochs", "random", "format", "length", "tool_calls"}
-"""Components that no paper describes: the plain order, a control arm, and measures."""
+NO_METHOD = {"epochs", "random", "format", "length", "tool_calls", "environment"}
+"""Components that no paper describes: the plain order, a control arm, measures, and what an environment gives."""
 COMPONENTS = [
     (point, name)
     for point in BUILTIN
-    if point not in (ExtensionPoint.PRESET, ExtensionPoint.CALL_PROTOCOL)
+    if point not in (ExtensionPoint.PRESET, ExtensionPoint.CALL_PROTOCOL, ExtensionPoint.ENVIRONMENT)
     for name in BUILTIN[point]
     if name not in NO_METHOD
 ]

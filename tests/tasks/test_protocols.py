@@ -8,12 +8,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.engine.function_calls import FunctionCall, ParsedTurn, known_parsers
-from arpo_megatron.engine.template_protocol import TemplateProtocol, template_frame
+from arpo_megatron.engine.template_protocol import TemplateProtocol
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.tiny import train_bpe
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.protocols.base import CallProtocol, InvalidCall, Malformed, Parsed, ToolCall
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.tasks.protocols.chat_frames import tool_frame
 from arpo_megatron.tasks.protocols.hermes import HermesProtocol
 from arpo_megatron.tasks.system_prompts import RENDERED, system_prompt
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
@@ -109,9 +110,9 @@ def test_result_is_tokenized_alone_and_cannot_end_the_turn(
 def test_frame_of_a_template_is_what_it_writes_after_the_end_of_the_turn(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    plain = template_frame(saved(tokenizer, tmp_path / "plain", TEMPLATE.replace("{}", "")))
+    plain = tool_frame(saved(tokenizer, tmp_path / "plain", TEMPLATE.replace("{}", "")))
     assert plain.text('a "b"') == '\n<|im_start|>tool\na "b"<|im_end|>\n<|im_start|>assistant\n'
-    quoting = template_frame(saved(tokenizer, tmp_path / "json", TEMPLATE.replace("{}", " | tojson")))
+    quoting = tool_frame(saved(tokenizer, tmp_path / "json", TEMPLATE.replace("{}", " | tojson")))
     assert quoting.text('a "b"') == '\n<|im_start|>tool\n"a \\"b\\""<|im_end|>\n<|im_start|>assistant\n'
 
 
@@ -127,7 +128,7 @@ def test_template_without_tool_messages_is_refused(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, template: str | None, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        template_frame(saved(tokenizer, tmp_path, template))
+        tool_frame(saved(tokenizer, tmp_path, template))
 
 
 def test_prompt_describes_the_tools_in_the_form_of_the_protocol(tokenizer: PreTrainedTokenizerFast) -> None:

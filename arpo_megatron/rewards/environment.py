@@ -1,0 +1,29 @@
+"""The reward that an environment gives itself."""
+
+from dataclasses import dataclass
+
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score
+
+CORRECT = "correct"
+"""Part of the reward that is the accuracy, if the environment has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReward:
+    """The sum of all parts of the reward over the actions of a trajectory."""
+
+    @property
+    def needs_judge(self) -> bool:
+        """No."""
+        return False
+
+    def score_group(self, group: ResponseGroup) -> list[Score]:
+        """Add up the parts. The accuracy is the part `correct`, else the reward, within [0, 1]."""
+        return [_score(response) for response in group.responses]
+
+
+def _score(response: Response) -> Score:
+    reward = float(sum(response.rewards.values()))
+    accuracy = min(1.0, max(0.0, response.rewards.get(CORRECT, reward)))
+    last = response.text if response.last_turn is None else response.last_turn
+    return Score(reward, accuracy, format_ok=True, terms=dict(response.rewards), answer=last)

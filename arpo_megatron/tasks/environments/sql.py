@@ -1,0 +1,124 @@
+"""Questions about an SQLite database that the model may also change: an environment with snapshots."""
+
+import re
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arpo_megatron.tasks.base import Message, Task
+from arpo_megatron.tasks.environments.base import Step
+
+_SYSTEM = (
+    "Answer the question about an SQLite database. In each turn write one SQL statement between <sql> and </sql>; its "
+    "rows or its error follow. When you know the answer, write it between <answer> and </answer>.\nThe tables:\n"
+)
+_SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_STEPS = 1_000_000
+"""Instructions of SQLite's virtual machine that a statement may take."""
+_PROGRESS = 10_000
+_CHARS_PER_CELL = 200
+
+
+@dataclass(slots=True)
+class SqlDatabase:
+    """A database in memory. `script` creates it; a task asks about it, and its ground truth is the expected answer.
+
+    The reward is `correct` (1 or 0) of the answer, and `error_penalty` for each statement that fails.
+    """
+
+    script: str = ""
+    """SQL statements that create and fill the tables."""
+    error_penalty: float = 0.0
+    """Part of the reward for a statement that fails; not positive."""
+    max_rows: int = 20
+    """Rows of a result that the model reads."""
+    replayable: bool = False
+    """False: a statement may call random()."""
+    _truth: str = field(default="", init=False)
+    _database: sqlite3.Connection | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.error_penalty > 0:
+            raise ValueError("it must not be positive")
+        try:
+            with _opened() as database:
+                database.executescript(self.script)
+        except sqlite3.Error as error:
+            raise ValueError(f"script: {error}") from None
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        """Create the database; return its schema and the question."""
+        self.close()
+        self._truth, self._database = task.ground_truth, _opened()
+        self._database.executescript(self.script)
+        _restrict(self._database)
+        tables = self._database.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        schema = "\n".join(statement for (statement,) in tables)
+        return [{"role": "system", "content": _SYSTEM + schema}, task.messages[-1]]
+
+    def step(self, action: str) -> Step:
+        """Execute the statement, or score the answer."""
+        if (answer := _ANSWER.search(action)) is not None:
+            right = answer[1].strip().casefold() == self._truth.strip().casefold()
+            return Step("", done=True, rewards={"correct": float(right)})
+        statement = _SQL.search(action)
+        if statement is None:
+            return self._failed("write a statement between <sql> and </sql>, or an <answer>")
+        assert self._database is not None
+        left = _STEPS // _PROGRESS
+
+        def out_of_steps() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        self._database.set_progress_handler(out_of_steps, _PROGRESS)
+        try:
+            cursor = self._database.execute(statement[1])
+            rows = cursor.fetchmany(self.max_rows + 1)
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            return self._failed(str(error))
+        lines = [" | ".join(str(cell)[:_CHARS_PER_CELL] for cell in row) for row in rows[: self.max_rows]]
+        more = [f"(the first {self.max_rows} rows)"] if len(rows) > self.max_rows else []
+        return Step("\n".join([*lines, *more]) if lines else f"no rows; {max(cursor.rowcount, 0)} rows changed")
+
+    def _failed(self, reason: str) -> Step:
+        return Step(f"Error: {reason}", rewards={"error": self.error_penalty})
+
+    def snapshot(self) -> bytes:
+        """Return the database file."""
+        assert self._database is not None
+        self._database.set_authorizer(None)  # SQLite reads the file with a PRAGMA
+        state = self._database.serialize()
+        _restrict(self._database)
+        return state
+
+    def restore(self, state: bytes) -> None:
+        """Load a database file."""
+        assert self._database is not None
+        self._database.set_authorizer(None)
+        self._database.deserialize(state)
+        _restrict(self._database)
+
+    def close(self) -> None:
+        """Close the database."""
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+
+def _opened() -> sqlite3.Connection:
+    # No transactions: each statement counts at once. Calls come from several threads, one at a time.
+    return sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+
+
+def _restrict(database: sqlite3.Connection) -> None:
+    """Refuse statements that leave the database: other files, and settings of the connection."""
+    refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_TRANSACTION)
+
+    def allowed(action: int, *_names: object) -> int:
+        return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
+
+    database.set_authorizer(allowed)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1_000_000)

@@ -1,0 +1,101 @@
+"""The own environments: a database with snapshots, and a user who follows a script."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arpo_megatron.errors import UserError
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.environments.base import Step, can_fork
+from arpo_megatron.tasks.environments.build import environment_maker, environment_prompt, fork_note
+from arpo_megatron.tasks.environments.scripted_user import ScriptedUser
+from arpo_megatron.tasks.environments.sql import SqlDatabase
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "environments.md"
+SCRIPT = "CREATE TABLE towns (name TEXT, people INTEGER); INSERT INTO towns VALUES ('Aa', 3), ('Bb', 5);"
+TASK = Task("t", ({"role": "user", "content": "How many people?"},), "8", "qa", "")
+
+
+def database(**params: object) -> SqlDatabase:
+    made = SqlDatabase(SCRIPT, **params)  # type: ignore[arg-type]
+    made.reset(TASK)
+    return made
+
+
+def sql(statement: str) -> str:
+    return f"I look. <sql>{statement}</sql>"
+
+
+def test_statements_return_rows_or_errors_and_the_answer_ends_the_task() -> None:
+    world = database(error_penalty=-0.1, max_rows=1)
+    messages = world.reset(TASK)
+    assert "CREATE TABLE towns" in messages[0]["content"] and messages[1]["content"] == "How many people?"
+    assert world.step(sql("SELECT sum(people), 'x' FROM towns")) == Step("8 | x")
+    assert world.step(sql("SELECT name FROM towns")).observation == "Aa\n(the first 1 rows)"
+    assert world.step(sql("UPDATE towns SET people = 0")).observation == "no rows; 2 rows changed"
+    for action in (sql("SELECT * FROM nowhere"), "no statement", sql("SELECT 1; SELECT 2"), sql("PRAGMA user_version")):
+        found = world.step(action)
+        assert found.observation.startswith("Error: ") and found.rewards == {"error": -0.1} and not found.done
+    assert world.step("<answer> 8 </answer>") == Step("", done=True, rewards={"correct": 1.0})
+    assert world.step("<answer>9</answer>").rewards == {"correct": 0.0}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ATTACH DATABASE '{}/other.db' AS other",
+        "VACUUM INTO '{}/copy.db'",
+        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n",
+        "SELECT hex(zeroblob(100000000))",
+    ],
+)
+def test_statement_reaches_no_file_and_ends(statement: str, tmp_path: Path) -> None:
+    assert database().step(sql(statement.format(tmp_path))).observation.startswith("Error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshot_of_a_database_restores_its_state() -> None:
+    first, second = database(), database()
+    first.step(sql("INSERT INTO towns VALUES ('Cc', random())"))
+    state = first.snapshot()
+    second.restore(state)
+    assert second.snapshot() == state
+    query = sql("SELECT * FROM towns")
+    assert second.step(query) == first.step(query)
+    second.step(sql("DELETE FROM towns"))
+    assert first.snapshot() == state
+    assert second.step(sql("ATTACH ':memory:' AS other")).observation.startswith("Error: ")
+
+
+def test_scripted_user_gives_each_answer_once() -> None:
+    user = ScriptedUser({"colour": "Red.", "size": "Large."}, turn_penalty=-0.2)
+    assert user.reset(TASK)[1]["content"] == "How many people?"
+    asked = ("Which COLOUR?", "Which colour or size?", "Which size?")
+    assert [user.step(each).observation for each in asked] == ["Red.", "Large.", "I do not know."]
+    assert user.step("Hm.").rewards == {"turns": -0.2}
+    assert user.step("<answer>8</answer>") == Step("", done=True, rewards={"correct": 1.0})
+
+
+def test_environment_is_made_by_name_and_begins_the_conversation() -> None:
+    make = environment_maker("sql", {"script": SCRIPT})
+    assert can_fork(make()) and fork_note("sql", make) is None
+    task = environment_prompt(make, None)(TASK)
+    assert "CREATE TABLE towns" in task.prompt_text and task.prompt_text.endswith("<|im_start|>assistant\n")
+    with pytest.raises(UserError, match="environment sql has no 'scirpt'; did you mean script"):
+        environment_maker("sql", {"scirpt": ""})
+    with pytest.raises(UserError, match="environment sql: script: "):
+        environment_maker("sql", {"script": "CREATE towns"})
+    with pytest.raises(UserError, match="unknown environment 'slq'; did you mean sql"):
+        environment_maker("slq", {})
+
+
+def test_listing_of_the_page_is_an_environment() -> None:
+    (listing,) = re.findall(r"```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(listing, names)
+    world = names["HigherOrLower"]()
+    assert can_fork(world) and len(world.reset(TASK)) == 2
+    assert [world.step(each).observation for each in ("9", "so", "3")] == ["lower", "higher", "higher"]
+    assert world.step(" 8 ").rewards == {"correct": 1.0}
