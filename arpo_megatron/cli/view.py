@@ -23,8 +23,11 @@ app = typer.Typer()
 @app.command(rich_help_panel=Panel.LOOK)
 def view(
     run_dirs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="Run directories, or directories of runs such as runs/."),
+        list[str],
+        typer.Argument(
+            metavar="RUN_DIR...",
+            help="Run directories, or directories of runs such as runs/; with --cluster also names of submitted runs.",
+        ),
     ],
     host: Annotated[
         str, typer.Option(help="Address to listen on. One that other machines can reach asks for a token.")
@@ -46,6 +49,10 @@ def view(
             help="Serve this agent, or use that of `arpo serve`: the page can then sample continuations at any node.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", help="Profile of the cluster that has the runs; its page comes through SSH."),
+    ] = None,
 ) -> None:
     """Show runs and their trees in a browser, live while they train, or as one HTML file.
 
@@ -56,7 +63,12 @@ def view(
     from arpo_megatron.view.runs import find_runs
     from arpo_megatron.view.server import serve
 
-    pages = Pages(find_runs(run_dirs))
+    paths = [Path(each) for each in run_dirs]
+    if cluster is not None:
+        if html is not None or grow is not None:
+            raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")
+        paths = _on_cluster(cluster, run_dirs, port)
+    pages = Pages(find_runs(paths))
     if html is not None:
         if grow is not None:
             raise UserError("--grow needs a server: leave out --html")
@@ -65,6 +77,18 @@ def view(
         return
     with nullcontext() if grow is None else _agent(grow) as grower:
         serve(replace(pages, grower=grower), host=host, port=port, with_token=token)
+
+
+def _on_cluster(cluster: str, names: list[str], port: int | None) -> list[Path]:
+    """Show runs through the profile's login node until ctrl-C; return their directories if this machine is it."""
+    from arpo_megatron.cluster.runs import find_run
+    from arpo_megatron.cluster.ssh_page import serve_from_login_node
+    from arpo_megatron.view.server import listen
+
+    with listen("127.0.0.1", port) as free:
+        local = int(free.getsockname()[1])
+    serve_from_login_node(cluster, local, "view", *names, token=True, port=0)
+    return [Path(each) if Path(each).is_dir() else find_run(each, cluster).path for each in names]
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -97,6 +98,13 @@ def run_on_login_node(cluster: str | None, command: str, *arguments: str | None,
     """
     if (node := login_node(cluster)) is None:
         return
+    raise typer.Exit(_run_remotely(node, json.dumps(payload_of(node, command, arguments, options))))
+
+
+def payload_of(
+    node: LoginNode, command: str, arguments: Sequence[str | None], options: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return what `cli.login_node` reads: arguments, files and environment. See `run_on_login_node`."""
     files = {f"{Path(node.cluster).stem}.yaml": yaml.safe_dump(dict(node.profile))}
     sent = [command, *(each for each in arguments if each is not None), "--cluster", next(iter(files))]
     for name, value in options.items():
@@ -106,13 +114,12 @@ def run_on_login_node(cluster: str | None, command: str, *arguments: str | None,
         elif value is not None and value is not False:
             sent += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     wanted = [name for name, source in (node.profile.get("secrets") or {}).items() if source == "env"]
-    payload = {
+    return {
         "arguments": sent,
         "files": files,
         "environment": {name: os.environ[name] for name in wanted if name in os.environ}
         | {HINT_VARIABLE: f" --cluster {node.cluster}"},
     }
-    raise typer.Exit(_run_remotely(node, json.dumps(payload)))
 
 
 def _text_of(path: Path) -> str:
@@ -123,6 +130,20 @@ def _text_of(path: Path) -> str:
 
 
 def _run_remotely(node: LoginNode, payload: str) -> int:
+    with connected(node) as (tunnel, shell):
+        exit_code = int(tunnel.run(shell, hide=False, warn=True, in_stream=StringIO(payload + "\n")).exited)
+    if exit_code < 0:
+        raise UserError(f"{node.host} returned no exit code: the connection was lost, or the command was killed")
+    return exit_code
+
+
+@contextmanager
+def connected(node: LoginNode) -> "Iterator[tuple[SSHTunnel, str]]":
+    """Connect to a login node with the local code on it; yield the connection and the command of `cli.login_node`.
+
+    Raises:
+        UserError: the login node cannot be reached, the code cannot be copied, or the connection is lost.
+    """
     code = snapshot()
     tunnel = _connect(node, f"{_CODE}/{code.tree}")
     from paramiko.ssh_exception import SSHException
@@ -130,17 +151,12 @@ def _run_remotely(node: LoginNode, payload: str) -> int:
     try:
         _upload(tunnel, code, node.host)
         python = node.profile["python"]
-        shell = f'cd {tunnel.job_dir} && exec "{python}" -m arpo_megatron.cli.login_node'
         # In a login shell, because only that has Slurm on its PATH.
-        stdin = StringIO(payload + "\n")
-        exit_code = int(tunnel.run(f"bash -lc '{shell}'", hide=False, warn=True, in_stream=stdin).exited)
+        yield tunnel, f"bash -lc 'cd {tunnel.job_dir} && exec \"{python}\" -m arpo_megatron.cli.login_node'"
     except (EOFError, ConnectionError, SSHException) as error:
         raise UserError(f"the connection to {node.host} was lost: {error or type(error).__name__}") from None
     finally:
         tunnel.cleanup()
-    if exit_code < 0:
-        raise UserError(f"{node.host} returned no exit code: the connection was lost, or the command was killed")
-    return exit_code
 
 
 def _connect(node: LoginNode, folder: str) -> "SSHTunnel":
