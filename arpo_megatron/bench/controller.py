@@ -23,6 +23,7 @@ from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.exchange import FirstTokens
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.monitor.profiler import peak_memory_gb
@@ -51,7 +52,9 @@ class SimulatedEngine(EngineClient):
         self._call = call  # the token of a whole tool call
         self.most_in_flight = 0
 
-    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    async def _exchange(
+        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
+    ) -> dict[str, Any]:
         """Answer with `SEGMENT` tokens that end with a call, or fewer tokens if the limit is lower."""
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         count = min(body["sampling_params"]["max_new_tokens"], SEGMENT)

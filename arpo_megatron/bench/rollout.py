@@ -20,13 +20,16 @@ import aiohttp
 
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.batch_synchronous import grow_in_rounds
+from arpo_megatron.bench.client_cost import client_ms
 from arpo_megatron.bench.controller import bench_controller
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
+from arpo_megatron.bench.pressure import bench_pressure
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
 from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.exchange import FirstTokens
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -103,10 +106,12 @@ class MeteredEngine(EngineClient):
         self._running = 0
         self._since = time.monotonic()
 
-    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    async def _exchange(
+        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
+    ) -> dict[str, Any]:
         self._change(1)
         try:
-            return await super()._exchange(engine, body, key)
+            return await super()._exchange(engine, body, key, first)
         finally:
             self._change(-1)
 
@@ -121,8 +126,9 @@ class MeteredEngine(EngineClient):
 class Bench:
     """Runs of all schedules on one engine."""
 
-    def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool) -> None:
+    def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool, steps: int = 0) -> None:
         self._url = url
+        self._steps = steps or STEPS
         self._codec = codec
         self._progress = progress
         self._policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
@@ -164,7 +170,7 @@ class Bench:
             print(text, file=sys.stderr)
 
     async def _in_rounds(self, engine: MeteredEngine, tools: SimulatedTools, found: Run) -> None:
-        for step in range(STEPS):
+        for step in range(self._steps):
             await engine.pause()
             engine.resume(await self._new_version())
             made = await grow_in_rounds(
@@ -187,7 +193,7 @@ class Bench:
         settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
         started = in_flight = 0
-        for step in range(STEPS):
+        for step in range(self._steps):
             await pool.pause()
             version = await self._new_version()
             pool.resume(version)
@@ -209,25 +215,36 @@ class Bench:
         return self._version
 
 
-def bench_rollout(*, controller: bool, progress: bool) -> dict[str, Any]:
-    """Measure all schedules and latencies on a real engine, and optionally the controller at scale."""
+def bench_rollout(*, full: bool, progress: bool) -> dict[str, Any]:
+    """Measure schedules and latencies on a real engine, a small KV pool, and the client; `full`: everything."""
+    latencies = tuple(LATENCIES) if full else ("lognormal", "heavy_tail")
     with tempfile.TemporaryDirectory(prefix="arpo-bench-rollout-") as folder:
         model = Path(folder) / "model"
         write_model(model)
         log = Path(folder) / "engine.log"
         with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
-            bench = Bench(engine.url, TokenizerCodec(model), progress=progress)
-            runs = asyncio.run(_all(bench))
-        scale = {"controller": bench_controller(model)} if controller else {}
-    return {**_speedups(runs), "segment_s": bench.segment_s, **scale, "runs": _plain(runs)}
+            steps = STEPS if full else STEPS // 2
+            bench = Bench(engine.url, TokenizerCodec(model), progress=progress, steps=steps)
+            runs = asyncio.run(_all(bench, latencies))
+        scale = {"controller": bench_controller(model)} if full else {}
+    pressure = bench_pressure(progress=progress)
+    return {
+        **_speedups(runs),
+        **{name: pressure[name] for name in ("speedup_pressure", "reprefill_pressure")},
+        "client_ms_16k": client_ms(),
+        "segment_s": bench.segment_s,
+        **scale,
+        "pressure": pressure,
+        "runs": _plain(runs),
+    }
 
 
-async def _all(bench: Bench) -> dict[str, dict[str, Run]]:
+async def _all(bench: Bench, latencies: Sequence[str]) -> dict[str, dict[str, Run]]:
     await bench.calibrate()  # once to warm up
     await bench.calibrate()
     bench.log(f"mean segment, and mean tool latency: {bench.segment_s:.2f} s")
     schedules = ("rounds", "on_policy", "partial")
-    return {latency: {name: await bench.run(name, latency) for name in schedules} for latency in LATENCIES}
+    return {latency: {name: await bench.run(name, latency) for name in schedules} for latency in latencies}
 
 
 def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
@@ -242,9 +259,7 @@ def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     figures["prefill_over_unique"] = sum(run.computed for run in on_policy) / sum(run.unique for run in on_policy)
     partial = [ways["partial"] for ways in runs.values()]
     figures["prefill_over_unique_partial"] = sum(run.computed for run in partial) / sum(run.unique for run in partial)
-    figures["controller_ms_per_segment_with_http"] = (
-        1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
-    )
+    figures["controller_ms_http"] = 1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
     figures["engine_busy_share"] = min(run.busy_share for run in trees)
     return figures
 

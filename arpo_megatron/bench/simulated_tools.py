@@ -34,12 +34,13 @@ LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = MappingProxyTy
 
 
 class SimulatedTools(ToolClient):
-    """Sleep for `mean_s` times a draw of `latency`. Each schedule in a comparison needs its own instance."""
+    """Sleep for `mean_s` times a draw of `latency`, then answer `text`. Each schedule needs its own instance."""
 
-    def __init__(self, mean_s: float, latency: Callable[[np.random.Generator], float]) -> None:
+    def __init__(self, mean_s: float, latency: Callable[[np.random.Generator], float], text: str = "42") -> None:
         super().__init__("http://nowhere.invalid")
         self._mean_s = mean_s
         self._latency = latency
+        self._text = text
         self._calls: Counter[str] = Counter()  # of each task
 
     async def call(
@@ -56,7 +57,7 @@ class SimulatedTools(ToolClient):
         seconds = self._mean_s * self._latency(_generator(task, self._calls[task]))
         self._calls[task] += 1
         await asyncio.sleep(seconds)
-        return ToolAnswer("42", "ok", seconds, cached=False)
+        return ToolAnswer(self._text, "ok", seconds, cached=False)
 
 
 def _generator(task: str, number: int) -> np.random.Generator:

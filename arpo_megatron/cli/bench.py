@@ -49,17 +49,19 @@ def pack(
 
 @app.command()
 def rollout(
-    controller: Annotated[
+    full: Annotated[
         bool,
-        typer.Option(help="Also measure the controller alone, up to 32,768 simulated trajectories."),
-    ] = True,
+        typer.Option(
+            help="All tool latencies, twice as many steps, and the controller alone with up to 32,768 trajectories."
+        ),
+    ] = False,
     json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """Compare asynchronous rollouts with a batch-synchronous loop, on one engine with slow tools."""
+    """Compare asynchronous rollouts with a batch-synchronous loop and, with little KV memory, with coroutines."""
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.rollout import bench_rollout
 
-    _answer("rollout", bench_rollout(controller=controller, progress=not json_only))
+    _answer("rollout", bench_rollout(full=full, progress=not json_only))
 
 
 @app.command()

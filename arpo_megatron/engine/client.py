@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import aiohttp
@@ -18,16 +19,22 @@ import aiohttp
 from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, ROUTING_KEY_HEADER, CacheId, EngineState, pick_engine
 from arpo_megatron.engine.exchange import (
     CONNECT_TIMEOUT_S,
+    FirstTokens,
     StaleError,
     TransientError,
+    abort_all,
     failure_message,
     failure_reason,
     post_generation,
+    quick_answers,
+    read_version,
 )
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import (
+    NO_MORE,
     Generation,
     Sampling,
+    first_tokens,
     generation_request,
     prefill_request,
     read_generation,
@@ -35,13 +42,10 @@ from arpo_megatron.engine.request import (
     version_of,
 )
 from arpo_megatron.engine.rooms import EngineRoom, read_rooms
-from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER, bearer
+from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.tree import Int32Array
 
 _ABORT_INTERVAL_S = 0.05
-_PROBE_TIMEOUT_S = 5.0
-_MIN_STRAGGLER_WAIT_S = 1.0
-"""Time that `prefill_everywhere` leaves the slower engines after the first has answered, at least."""
 _STRIKES = 3
 """Failures of one request in a row after which its engine is left alone, although its server answers."""
 
@@ -57,9 +61,11 @@ class EngineClient:
         urls: http://host:port of each engine.
         router: URL of SGLang's router, which then distributes generations; None: this client distributes them.
         token: bearer token of engines and router; None if they need none.
-        request_timeout_s: deadline of one attempt.
+        request_timeout_s: deadline of one attempt. It starts when the request runs, if `streams`.
         retry_for_s: time after a request's first failure during which it is retried (an engine may be restarting).
             Waiting for a push (`on_stale`) does not count.
+        streams: the engines stream entropies (`version.streams_entropies`). Not through SGLang's router, which drops
+            the interval of a stream.
     """
 
     def __init__(
@@ -69,7 +75,10 @@ class EngineClient:
         token: str | None = None,
         request_timeout_s: float = 600.0,
         retry_for_s: float = 60.0,
+        streams: bool = False,
     ) -> None:
+        self.streams = streams and router is None
+        """Whether `generate` can report the first tokens of an answer."""
         self.version = 0
         """Oldest accepted policy version. Answers from older weights, as a restarted engine has, are sampled again."""
         self.pushes = 0
@@ -170,6 +179,7 @@ class EngineClient:
         routes: ExpertRouteRequest | None = None,
         ready: Callable[[], Awaitable[None]] | None = None,
         on_retry: Callable[[], None] = lambda: None,
+        first: tuple[int, Callable[[Generation], None]] | None = None,
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, or up to and including one of the `stop` strings.
 
@@ -185,14 +195,30 @@ class EngineClient:
             ready: awaited before each attempt, after any wait for `resume`. The attempt goes to the engine of the
                 `cache_id` at the moment when it returns.
             on_retry: called before each retry.
+            first: a number of tokens, and what is called with that many first tokens while the engine samples the rest;
+                not called if the answer has no more. The answer begins with these tokens: if the attempt fails later,
+                it is cut short after them. Needs `streams`, and no `routes`.
 
         Raises:
             EngineUnavailableError: no answer after all retries.
             EngineRefusedError: the request itself is at fault.
             ValueError: the engine does not return the routes.
         """
-        body = generation_request(input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes)
-        return read_generation(await self._request(body, key, ready, on_retry), routes)
+        watch = None if first is None else FirstTokens(first[0], partial(self._accept_first, *first))
+        stream = 0 if not self.streams else NO_MORE if first is None else first[0]
+        body = generation_request(
+            input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes, stream=stream
+        )
+        answer = await self._request(body, key, ready, on_retry, watch)
+        if watch is not None and answer is watch.answer:
+            return first_tokens(answer, watch.count)
+        return read_generation(answer, routes)
+
+    def _accept_first(self, count: int, call: Callable[[Generation], None], answer: dict[str, Any]) -> bool:
+        if version_of(answer["meta_info"]) < self.version:
+            return False
+        call(first_tokens(answer, count))
+        return True
 
     async def prefill(
         self, input_ids: Sequence[int] | Int32Array, *, key: str = "", on_retry: Callable[[], None] = lambda: None
@@ -220,29 +246,11 @@ class EngineClient:
         while True:
             await self._gate.wait()
             pushes = self.pushes
-            answers = await self._attempt_everywhere(body)
+            answers = await quick_answers([self._attempt(engine, body) for engine in self._engines])
             if self._gate.is_set() and self.pushes == pushes:  # else a push has emptied the caches
                 if answers:
                     return [read_prefill(answer) for answer in answers]
                 return [await self.prefill(input_ids, on_retry=on_retry)]  # it waits for an engine, or raises
-
-    async def _attempt_everywhere(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Make one attempt at each engine; drop failures and engines that take much longer than the first."""
-        started = asyncio.get_running_loop().time()
-        attempts = [asyncio.create_task(self._attempt(engine, body)) for engine in self._engines]
-        waiting, done = set(attempts), list[asyncio.Task[dict[str, Any]]]()
-        try:
-            while waiting and not done:
-                answered, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                done = [task for task in answered if task.exception() is None]
-            if waiting:  # an engine that hangs must not delay the trees of the others
-                took = asyncio.get_running_loop().time() - started
-                await asyncio.wait(waiting, timeout=max(_MIN_STRAGGLER_WAIT_S, 2 * took))
-        finally:
-            for task in attempts:
-                task.cancel()
-            await asyncio.gather(*attempts, return_exceptions=True)
-        return [task.result() for task in attempts if not task.cancelled() and task.exception() is None]
 
     async def _request(
         self,
@@ -250,8 +258,12 @@ class EngineClient:
         key: str = "",
         ready: Callable[[], Awaitable[None]] | None = None,
         on_retry: Callable[[], None] = lambda: None,
+        first: FirstTokens | None = None,
     ) -> dict[str, Any]:
-        """POST /generate until a new enough policy answers; raise if the request is refused or the retries run out."""
+        """POST /generate until a new enough policy answers; raise if the request is refused or the retries run out.
+
+        If an attempt fails after `first` has accepted tokens, they are the answer.
+        """
         clock = asyncio.get_running_loop().time
         give_up, strikes = float("inf"), 0
         while True:
@@ -266,9 +278,11 @@ class EngineClient:
                 if not await self._is_ready(engine, ready):
                     continue  # a pause has begun meanwhile and did not count this request
                 engine = self._pick(key)
-                answer = await self._attempt(engine, body, key)
+                answer = await self._attempt(engine, body, key, first)
                 self._check_version(version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, TransientError) as error:
+                if first is not None and first.answer is not None:
+                    return first.answer
                 if not self._gate.is_set():
                     continue  # the pause has cut it short
                 self.retries[failure_reason(error)] += 1
@@ -321,19 +335,23 @@ class EngineClient:
             )
         return self._routed.setdefault(key, EngineState(self._router))
 
-    async def _attempt(self, engine: EngineState, body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    async def _attempt(
+        self, engine: EngineState, body: Mapping[str, Any], key: str = "", first: FirstTokens | None = None
+    ) -> dict[str, Any]:
         self._in_flight += 1
         try:
-            return await self._exchange(engine, body, key)
+            return await self._exchange(engine, body, key, first)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
-    async def _exchange(self, engine: EngineState, body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    async def _exchange(
+        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
+    ) -> dict[str, Any]:
         headers = {ROUTING_KEY_HEADER: key} if key else {}
         answer = await post_generation(
-            self._connected(), engine, body, headers, timeout_s=self._request_timeout_s, first=None
+            self._connected(), engine, body, headers, timeout_s=self._request_timeout_s, first=first
         )
         finish = answer["meta_info"]["finish_reason"]
         if finish["type"] == "abort" and (self._gate.is_set() or len(answer.get("output_ids") or []) < 2):
@@ -342,39 +360,16 @@ class EngineClient:
 
     async def _busy_after_abort(self) -> list[str]:
         """Abort all requests; return the URLs of the engines that may still be running some."""
-        idle = await asyncio.gather(*map(self._abort_all, self._engines))
+        idle = await asyncio.gather(*(abort_all(self._connected(), engine.url) for engine in self._engines))
         all_busy = self._in_flight > 0
         return [engine.url for engine, done in zip(self._engines, idle, strict=True) if all_busy or not done]
-
-    async def _abort_all(self, engine: EngineState) -> bool:
-        """Abort an engine's requests; return whether it is idle now. An engine that is down is idle."""
-        limit = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
-        body = {"abort_all": True}
-        try:
-            async with self._connected().post(f"{engine.url}/abort_request", json=body, timeout=limit) as aborted:
-                await aborted.read()
-            # The engine refuses to flush while a request is running. The next policy cannot use the cache anyway.
-            async with self._connected().post(f"{engine.url}/flush_cache", timeout=limit) as flushed:
-                return flushed.status == 200
-        except TimeoutError:
-            return False
-        except aiohttp.ClientError:
-            return True
 
     async def _probe(self, engine: EngineState) -> int:
         """Return the engine's policy version; requests that ask for it at the same time share the answer."""
         if engine not in self._probes:
-            self._probes[engine] = asyncio.create_task(self._version(engine))
+            self._probes[engine] = asyncio.create_task(read_version(self._connected(), engine))
             self._probes[engine].add_done_callback(lambda _task: self._probes.pop(engine, None))
         return await asyncio.shield(self._probes[engine])
-
-    async def _version(self, engine: EngineState) -> int:
-        """Return the engine's current policy version, and note which process serves it."""
-        limit = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
-        async with self._connected().get(f"{engine.url}/model_info", timeout=limit) as response:
-            response.raise_for_status()
-            engine.incarnation = response.headers.get(INCARNATION_HEADER, "")
-            return version_of(await response.json())
 
     async def _start_bypass(self, key: str) -> None:
         """Send requests with this key directly to an engine: the router pins it to one with old weights.
@@ -390,7 +385,7 @@ class EngineClient:
 
     async def _check_stale(self, engine: EngineState) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it is down; the supervisor restarts it
-            stale = await self._version(engine) < self.version
+            stale = await read_version(self._connected(), engine) < self.version
             if stale and engine.record_failure(asyncio.get_running_loop().time()) and self.on_stale is not None:
                 self.on_stale(engine.url)
 

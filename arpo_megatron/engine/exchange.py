@@ -5,19 +5,24 @@ A streamed answer arrives in pieces, each with all tokens so far. The server sen
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import orjson
 
 from arpo_megatron.engine.affinity import EngineState
-from arpo_megatron.engine.request import EngineRefusedError
+from arpo_megatron.engine.request import EngineRefusedError, version_of
 from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 5.0
+_MIN_STRAGGLER_WAIT_S = 1.0
+"""Time that `quick_answers` leaves the slower engines after the first has answered, at least."""
 QUEUE_FACTOR = 10.0
 """An accepted request may wait this many times its deadline in the engine's queue. Only a lost request does."""
 _TRANSIENT_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
@@ -39,19 +44,18 @@ class FirstTokens:
 
     count: int
     """Number of tokens, at least 1."""
-    call: Callable[[dict[str, Any]], None]
-    """Called at most once, with an answer that has more than `count` tokens; not if a whole answer comes first."""
+    call: Callable[[dict[str, Any]], bool]
+    """Called with an answer that has more than `count` tokens until it returns True; not if a whole answer is first."""
     answer: dict[str, Any] | None = None
-    """The answer with which `call` was called."""
+    """The answer with which `call` has returned True."""
 
     def offer(self, answer: dict[str, Any]) -> None:
         """Call `call` if the answer is the first with enough tokens.
 
         One token more is needed: the last one of an answer that is cut short is sampled again.
         """
-        if self.answer is None and len(answer.get("output_ids") or []) > self.count:
+        if self.answer is None and len(answer.get("output_ids") or []) > self.count and self.call(answer):
             self.answer = answer
-            self.call(answer)
 
 
 async def post_generation(
@@ -106,6 +110,49 @@ async def post_generation(
                 if first is not None:
                     first.offer(answer)
     raise TransientError("unreadable", "the stream ended early")
+
+
+async def quick_answers(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Make requests to several engines; drop failures and engines that take much longer than the first."""
+    started = asyncio.get_running_loop().time()
+    attempts = [asyncio.create_task(request) for request in requests]
+    waiting, done = set(attempts), list[asyncio.Task[T]]()
+    try:
+        while waiting and not done:
+            answered, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done = [task for task in answered if task.exception() is None]
+        if waiting:  # an engine that hangs must not delay the trees of the others
+            took = asyncio.get_running_loop().time() - started
+            await asyncio.wait(waiting, timeout=max(_MIN_STRAGGLER_WAIT_S, 2 * took))
+    finally:
+        for task in attempts:
+            task.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+    return [task.result() for task in attempts if not task.cancelled() and task.exception() is None]
+
+
+async def abort_all(session: aiohttp.ClientSession, url: str) -> bool:
+    """Abort an engine's requests; return whether it is idle now. An engine that is down is idle."""
+    limit = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    try:
+        async with session.post(f"{url}/abort_request", json={"abort_all": True}, timeout=limit) as aborted:
+            await aborted.read()
+        # The engine refuses to flush while a request is running. The next policy cannot use the cache anyway.
+        async with session.post(f"{url}/flush_cache", timeout=limit) as flushed:
+            return flushed.status == 200
+    except TimeoutError:
+        return False
+    except aiohttp.ClientError:
+        return True
+
+
+async def read_version(session: aiohttp.ClientSession, engine: EngineState) -> int:
+    """Return the engine's current policy version, and note which process serves it."""
+    limit = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    async with session.get(f"{engine.url}/model_info", timeout=limit) as response:
+        response.raise_for_status()
+        engine.incarnation = response.headers.get(INCARNATION_HEADER, "")
+        return version_of(await response.json())
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

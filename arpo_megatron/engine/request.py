@@ -14,6 +14,9 @@ from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.tree import Float32Array, Int16Array, Int32Array
 
+NO_MORE = 2**30
+"""`stream_interval` of a request whose next piece after the first token is the whole answer."""
+
 
 class EngineRefusedError(RuntimeError):
     """The engine will never accept this request (it is too long, for example), so it is not retried."""
@@ -97,12 +100,21 @@ def generation_request(
     sampling: Sampling,
     stop: Sequence[str],
     routes: ExpertRouteRequest | None,
+    stream: int = 0,
 ) -> dict[str, Any]:
-    """Return the request for a `Generation`; `EngineClient.generate` documents the arguments."""
+    """Return the request for a `Generation`; `EngineClient.generate` documents the other arguments.
+
+    Args:
+        stream: stream a piece of the answer after this many tokens; 0: the answer comes in one piece.
+    """
     parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
     if stop:
         parameters["stop"] = list(stop)
-    body = {"input_ids": as_ids(input_ids), "sampling_params": parameters, "return_logprob": True}
+    if stream:
+        parameters["stream_interval"] = stream
+    body: dict[str, Any] = {"input_ids": as_ids(input_ids), "sampling_params": parameters, "return_logprob": True}
+    if stream:
+        body["stream"] = True
     return body if routes is None else body | routes.as_request()
 
 
@@ -147,6 +159,18 @@ def read_generation(answer: Mapping[str, Any], route_request: ExpertRouteRequest
         weight_version=version_of(meta),
         routes=routes,
     )
+
+
+def first_tokens(answer: Mapping[str, Any], count: int) -> Generation:
+    """Return the first `count` tokens of a streamed answer, which has more, as one that was cut short."""
+    meta = answer["meta_info"]
+    cut = {
+        **meta,
+        "finish_reason": {"type": "abort"},
+        "output_token_logprobs": meta["output_token_logprobs"][: count + 1],
+        META_KEY: meta[META_KEY][: count + 1],
+    }
+    return read_generation({"output_ids": answer["output_ids"][: count + 1], "meta_info": cut}, None)
 
 
 def prefill_request(input_ids: Sequence[int] | Int32Array) -> dict[str, Any]:

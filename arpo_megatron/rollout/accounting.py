@@ -119,10 +119,15 @@ class TreeStats:
 
     @classmethod
     def of(
-        cls, tree: RolloutTree, policy: BranchPolicy, inside_stop: Callable[[Int32Array], bool] | None = None
+        cls,
+        tree: RolloutTree,
+        policy: BranchPolicy,
+        inside_stop: Callable[[Int32Array], bool] | None = None,
+        *,
+        streamed: bool = False,
     ) -> "TreeStats":
-        """Return the figures of a tree; for `inside_stop` see `predict_requests`."""
-        requests = predict_tree_requests(tree.grown, policy, inside_stop)
+        """Return the figures of a tree; `predict_tree_requests` documents the other arguments."""
+        requests = predict_tree_requests(tree.grown, policy, inside_stop, streamed=streamed)
         is_tool = [segment.role is Role.TOOL for segment in tree.segments]
         calls = list[int]()  # tool results from the root to each segment
         for segment, one in zip(tree.segments, is_tool, strict=True):

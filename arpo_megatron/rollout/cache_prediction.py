@@ -56,6 +56,7 @@ def predict_tree_requests(
     inside_stop: Callable[[Int32Array], bool] | None = None,
     *,
     shared: int = 0,
+    streamed: bool = False,
 ) -> list[PredictedRequest]:
     """Return the requests for one tree, in time linear in its tokens.
 
@@ -66,6 +67,7 @@ def predict_tree_requests(
         policy: see `predict_requests`.
         inside_stop: see `predict_requests`.
         shared: length of the prefix that is in the cache before.
+        streamed: decisions were taken while the engine sampled, so a MODEL segment is one request.
     """
     requests: list[PredictedRequest] = []
 
@@ -93,7 +95,7 @@ def predict_tree_requests(
             cached = before - len(parent) - 1
         started.add(segment.parent)
         predict(before, cached)
-        sampled = len(segment) if segment.branch is None else policy.measured_tokens
+        sampled = len(segment) if segment.branch is None or streamed else policy.measured_tokens
         while sampled < len(segment):
             predict(before + sampled, before + sampled - 1)
             alone = inside_stop is not None and inside_stop(segment.token_ids[:sampled])

@@ -6,9 +6,9 @@ A path alternates between the model and its tools until the trajectory ends:
                                                               |
                                                               +-> siblings start from the tool result
 
-- After a tool result, the first k tokens are sampled separately and the branch policy decides with their entropies
-  whether to fork. The measured path continues from its k tokens; siblings start when the fork budget
-  (`branching/budget.py`) grants them.
+- After a tool result, the branch policy decides with the entropies of the first k tokens whether to fork, while the
+  engine samples the rest of the segment. (If it cannot stream entropies, these k tokens are a request of their own.)
+  Siblings start when the fork budget (`branching/budget.py`) grants them.
 - Forks that no path has used become fresh trajectories from the prompt.
 - A path whose tool call fails, also when repeated, is lost (`lost_branches`).
 
@@ -23,7 +23,7 @@ came back first:
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -49,7 +49,7 @@ from arpo_megatron.rollout.lost_branches import (
     needed_trajectories,
     without_lost_branches,
 )
-from arpo_megatron.rollout.node import Node
+from arpo_megatron.rollout.node import Node, depth_first
 from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.protocols.base import Malformed
 from arpo_megatron.tasks.tags.calls import ANSWER_STOP, ends_inside_stop, find_stop
@@ -120,7 +120,7 @@ class TreeGrower:
         self.task_id = task_id
         """Id of the tree's task."""
         self._context = context
-        self.admission = context.admission
+        self.admission, self.streams = context.admission, self._client.streams
         self._root = Node(Role.PROMPT, (), prompt_ids)
         limits = context.limits
         self._max_length = min(limits.max_length, len(prompt_ids) + limits.max_response_tokens)
@@ -222,10 +222,11 @@ class TreeGrower:
         asks = start.tool is not None and self._forks.may_fork(start.forks)
         measured = self._context.policy.measured_tokens if asks else 0
         generations: list[Generation] = []
-        matched = await self._extend(start, generations, min(room, measured) if measured else room)
-        if measured:
+        if measured and not self._client.streams:
+            await self._extend(start, generations, min(room, measured))
             self._measure(start, _entropies(generations)[:measured])
-            matched = await self._extend(start, generations, room)
+            measured = 0
+        matched = await self._extend(start, generations, room, measured)
 
         last = self._write_segment(start.node, generations)
         ids, entropies = np.concatenate([each.token_ids for each in generations]), _entropies(generations)
@@ -234,26 +235,43 @@ class TreeGrower:
         prefix = np.concatenate([start.prefix, ids])
         return _SampledSegment(last, prefix, start.forks, first, entropies, history, call)
 
-    async def _extend(self, start: BranchStart, generations: list[Generation], tokens: int) -> str | None:
+    async def _extend(
+        self, start: BranchStart, generations: list[Generation], tokens: int, measured: int = 0
+    ) -> str | None:
         """Sample until the segment has `tokens` tokens or the model stops; return the stop string that it ended with.
+
+        With `measured` tokens, or when the model stops, the fork decision is taken; meanwhile the engine continues.
 
         A weight push cuts a request short, so this may take several requests. The engine searches stop strings in the
         tokens of one request only. If the tokens so far end inside a tag, the next ones are sampled one at a time until
         the tag is complete or broken off, even beyond `tokens`. (This does not happen if each tag is a single token.)
         """
         room, stops = self._room(start), self._context.limits.stops
+        decided = not measured
+
+        def decide(first: Sequence[Generation]) -> None:
+            nonlocal decided
+            decided = True
+            self._measure(start, _entropies(first)[:measured])
+
         while True:
-            if generations and (generations[-1].matched or generations[-1].finish is EngineFinish.END_TOKEN):
-                return generations[-1].matched
             ids = np.concatenate([start.prefix[:0], *(each.token_ids for each in generations)])
             text = self._context.codec.decode(ids.tolist()) if generations else ""
-            if len(generations) > 1 and (matched := find_stop(text, stops)) is not None:
-                return matched
             missing = 1 if ends_inside_stop(text, stops) else tokens - len(ids)
-            if missing <= 0 or len(ids) >= room:
-                return None
-            generation = await self._client.sample(start.node, start.prefix, generations, missing, start.known_routes)
-            generations.append(generation)
+            matched = generations[-1].matched if generations else None
+            ended = matched is not None or bool(generations and generations[-1].finish is EngineFinish.END_TOKEN)
+            if not ended and len(generations) > 1:
+                matched = find_stop(text, stops)
+            ended = ended or matched is not None or missing <= 0 or len(ids) >= room
+            if not decided and (ended or len(ids) >= measured):
+                decide(generations)
+            if ended:
+                return matched
+            need = measured - len(ids)
+            first = None if decided or missing <= need else (need, lambda part: decide([*generations, part]))
+            generations.append(
+                await self._client.sample(start.node, start.prefix, generations, missing, start.known_routes, first)
+            )
 
     def _room(self, start: BranchStart) -> int:
         """Return the number of tokens that a MODEL segment may have."""
@@ -352,23 +370,12 @@ class TreeGrower:
             known_routes=len(segment.prefix) - 1,
         )
 
-    def _nodes(self) -> Iterator[tuple[int, Node]]:
-        """Yield each node with the index of its parent, depth first and in the order of path keys."""
-        self._root.children.sort(key=lambda node: node.key)
-        pending = [(-1, self._root)]
-        for index in itertools.count():
-            if not pending:
-                return
-            parent, node = pending.pop()
-            yield parent, node
-            pending += [(index, child) for child in reversed(node.children)]
-
     def _build_tree(self) -> RolloutTree:
         """Copy the nodes to a `RolloutTree`."""
         root, step, seconds = self._root, self._context.step, self._client.age_s
         tree = RolloutTree(self.task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
         keys = [root.key]
-        for parent, node in itertools.islice(self._nodes(), 1, None):
+        for parent, node in itertools.islice(depth_first(self._root), 1, None):
             keys.append(node.key)
             tree.add(
                 parent,

@@ -1,6 +1,7 @@
 """A segment of a tree that is still growing."""
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,3 +71,15 @@ class Node:
     def path_length(self) -> int:
         """Return the number of tokens from the root to the end of this segment."""
         return len(self.token_ids) + (0 if self.parent is None else self.parent.path_length())
+
+
+def depth_first(root: Node) -> Iterator[tuple[int, Node]]:
+    """Yield each node with the index of its parent, depth first and in the order of path keys."""
+    root.children.sort(key=lambda node: node.key)
+    pending = [(-1, root)]
+    for index in itertools.count():
+        if not pending:
+            return
+        parent, node = pending.pop()
+        yield parent, node
+        pending += [(index, child) for child in reversed(node.children)]

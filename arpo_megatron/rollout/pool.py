@@ -313,7 +313,8 @@ class TreePool:
             finally:  # costs are counted in the first tree's queue
                 queue.prefills.add(_taken(costs))
             result = await tree.grower.grow()
-            tree.result, tree.stats = result, TreeStats.of(result, queue.policy, self._inside_stop(queue.limits))
+            streamed, inside_stop = tree.grower.streams, self._inside_stop(queue.limits)
+            tree.result, tree.stats = result, TreeStats.of(result, queue.policy, inside_stop, streamed=streamed)
         except Exception as error:
             tree.result = error
             if not isinstance(error, TREE_FAILURES):

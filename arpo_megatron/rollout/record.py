@@ -41,6 +41,16 @@ class RecordedAnswer:
     tool: ToolRecord
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first tokens of a generation, on which a branching decision was based while the engine sampled the rest.
+
+    The whole generation replaces them. If it never comes, another request continues after them.
+    """
+
+    generation: Generation
+
+
 Answer = Prefill | Generation | RecordedAnswer
 
 
@@ -67,6 +77,8 @@ class TreeRecord:
     """Prefills in the order of their answers."""
     generations: dict[PathKey, list[Generation]] = field(default_factory=dict)
     """Generations of a MODEL segment, in order, by its path key."""
+    first: dict[PathKey, Generation] = field(default_factory=dict)
+    """First tokens of a generation that is not recorded, by its path key."""
     tool_results: dict[PathKey, RecordedAnswer] = field(default_factory=dict)
     """The result of the call that ended a MODEL segment, by its path key."""
     seconds: float = 0.0
@@ -80,21 +92,26 @@ class TreeRecord:
             record.add(*_decode_entry(entry))
         return record
 
-    def add(self, key: PathKey, answer: Answer, seconds: float) -> None:
+    def add(self, key: PathKey, answer: Answer | FirstTokens, seconds: float) -> None:
         """Add an answer that arrived when the tree was `seconds` old."""
         self.seconds = max(self.seconds, seconds)
         match answer:
             case Prefill():
                 self.prefills.append(answer)
+            case FirstTokens():
+                self.first[key] = answer.generation
             case Generation():
+                self.first.pop(key, None)
                 self.generations.setdefault(key, []).append(answer)
             case RecordedAnswer():
                 self.tool_results[key] = answer
 
 
-def encode_entry(key: PathKey, answer: Answer, seconds: float) -> bytes:
+def encode_entry(key: PathKey, answer: Answer | FirstTokens, seconds: float) -> bytes:
     """Return the entry for an answer at a path key, which arrived when the tree was `seconds` old."""
     fields: dict[str, Any] = {"key": key, "seconds": seconds}
+    if isinstance(answer, FirstTokens):
+        fields["first"], answer = True, answer.generation
     match answer:
         case Prefill():
             fields["prefilled"] = (answer.prompt_tokens, answer.cached_tokens)
@@ -112,7 +129,7 @@ def encode_entry(key: PathKey, answer: Answer, seconds: float) -> bytes:
     return _encoder.encode(fields)
 
 
-def _decode_entry(entry: bytes) -> tuple[PathKey, Answer, float]:
+def _decode_entry(entry: bytes) -> tuple[PathKey, Answer | FirstTokens, float]:
     fields = _decoder.decode(entry)
     key, seconds = tuple(fields["key"]), fields["seconds"]
     if "prefilled" in fields:
@@ -125,21 +142,18 @@ def _decode_entry(entry: bytes) -> tuple[PathKey, Answer, float]:
     if "routes" in fields:
         shape, values = fields["routes"]
         routes = np.frombuffer(values, np.int16).reshape(shape)
-    return (
-        key,
-        Generation(
-            token_ids=ids,
-            logprobs=np.frombuffer(fields["logprobs"], np.float32),
-            entropies=np.frombuffer(fields["entropies"], np.float32),
-            finish=EngineFinish(fields["finish"]),
-            matched=fields["matched"],
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            weight_version=version,
-            routes=routes,
-        ),
-        seconds,
+    generation = Generation(
+        token_ids=ids,
+        logprobs=np.frombuffer(fields["logprobs"], np.float32),
+        entropies=np.frombuffer(fields["entropies"], np.float32),
+        finish=EngineFinish(fields["finish"]),
+        matched=fields["matched"],
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        weight_version=version,
+        routes=routes,
     )
+    return key, FirstTokens(generation) if "first" in fields else generation, seconds
 
 
 def encode_records(trees: Sequence[UnfinishedTree]) -> bytes:

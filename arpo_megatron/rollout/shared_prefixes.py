@@ -55,8 +55,8 @@ class SharedPrefixes:
         self._paths.subtract(point.key for point in _fork_points(node))
 
     def mark_cached(self, node: Node) -> None:
-        """Note that the request for a MODEL segment was answered: all tokens before it are in the cache it met."""
-        self._mark_if_same(node, self._sent_to.pop(node.key))
+        """Note that the engine samples a MODEL segment or has: all tokens before it are in the cache it met."""
+        self._mark_if_same(node, self._sent_to[node.key])
 
     async def wait_until_cached(self, node: Node, prefix: Int32Array) -> None:
         """Wait until the cache has what the path of a MODEL segment shares with others, from the root downwards.

@@ -22,7 +22,7 @@ from arpo_megatron.rollout.context import RolloutContext, ToolTextError, routing
 from arpo_megatron.rollout.environments import step_record
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
-from arpo_megatron.rollout.record import Answer, Prefill, RecordedAnswer, TreeRecord, encode_entry
+from arpo_megatron.rollout.record import Answer, FirstTokens, Prefill, RecordedAnswer, TreeRecord, encode_entry
 from arpo_megatron.rollout.result_cache import history_digest
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
 from arpo_megatron.tasks.protocols.base import INVALID_CALL, ToolCall
@@ -71,10 +71,17 @@ class TreeClient:
 
     def recorded(self, node: Node) -> Sequence[Generation]:
         """Return the recorded generations of a MODEL segment, in order."""
-        return self._record.generations.get(node.key, [])
+        whole = self._record.generations.get(node.key, [])
+        return [*whole, self._record.first[node.key]] if node.key in self._record.first else whole
 
     async def sample(
-        self, node: Node, prefix: Int32Array, previous: Sequence[Generation], max_new_tokens: int, known_routes: int
+        self,
+        node: Node,
+        prefix: Int32Array,
+        previous: Sequence[Generation],
+        max_new_tokens: int,
+        known_routes: int,
+        first: tuple[int, Callable[[Generation], None]] | None = None,
     ) -> Generation:
         """Return the next generation of a segment, from the record or from the engine.
 
@@ -84,6 +91,7 @@ class TreeClient:
             previous: generations of the segment so far.
             max_new_tokens: at least 1.
             known_routes: number of prefix tokens whose expert routes other requests return.
+            first: see `EngineClient.generate`; only if `streams`.
         """
         recorded = self.recorded(node)
         if len(previous) < len(recorded):
@@ -107,12 +115,26 @@ class TreeClient:
                 routes=routes,
                 ready=partial(self._ready, node, prefix),
                 on_retry=self._count_retry,
+                first=None if first is None else (first[0], partial(self._report_first, node, first[1])),
             )
             turn.length, turn.cached = len(tokens) + len(generation.token_ids), generation.cached_tokens
         self.prefixes.mark_cached(node)
         self._add(node.key, generation)
         context.on_tokens(len(generation.token_ids))
         return generation
+
+    @property
+    def streams(self) -> bool:
+        """Whether `sample` reports the first tokens of an answer. Expert routes come with whole answers only."""
+        return self._context.engine.streams and self._context.expert_routes is None
+
+    def _report_first(self, node: Node, call: Callable[[Generation], None], first: Generation) -> None:
+        """Record first tokens, then act on them: siblings must not be recorded before what they follow from."""
+        self.prefixes.mark_cached(node)
+        answer, seconds = FirstTokens(first), self.age_s
+        self._record.add(node.key, answer, seconds)
+        self._write(encode_entry(node.key, answer, seconds))
+        call(first)
 
     def add_path(self, node: Node) -> None:
         """Add a path that starts with a MODEL segment."""

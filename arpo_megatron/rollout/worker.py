@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy, make_branch_policy
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.function_calls import CallParser
+from arpo_megatron.engine.version import streams_entropies
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.connection import Outbox, hang_up
@@ -138,6 +139,7 @@ class Session:
             token=settings.engine_token,
             request_timeout_s=settings.request_timeout_s,
             retry_for_s=settings.retry_for_s,
+            streams=streams_entropies(),
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)

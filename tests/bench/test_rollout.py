@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arpo_megatron.bench import controller, rollout
+from arpo_megatron.bench import controller, pressure, rollout
 from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
@@ -30,7 +30,9 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     monkeypatch.setattr(rollout, "TASKS", 2)
     monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})
     monkeypatch.setattr(controller, "SIZES", (128, 1024))
-    found = rollout.bench_rollout(controller=True, progress=False)
+    monkeypatch.setattr(pressure, "TASKS", 3)
+    monkeypatch.setattr(pressure, "STEPS", 1)
+    found = rollout.bench_rollout(full=True, progress=False)
     assert {way: run["trajectories"] for way, run in found["runs"]["heavy_tail"].items()} == {
         "rounds": 32,
         "on_policy": 32,
@@ -50,6 +52,10 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     # The cost of a segment must not grow with the number of trajectories; quadratic cost would give 8.
     assert found["controller"]["growth"] <= 3
     assert found["controller"]["engine_answers"] == "simulated"
+    runs = found["pressure"]["runs"]
+    assert runs["admission"]["requests"] < runs["independent"]["requests"], "a fork point is one request, not two"
+    assert found["reprefill_pressure"] < found["pressure"]["reprefill_pressure_baseline"]
+    assert found["client_ms_16k"] > 0
 
 
 def test_tasks_share_no_prompt_prefix(tmp_path: Path) -> None:

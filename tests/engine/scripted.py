@@ -45,6 +45,10 @@ class ScriptedEngine:
     """Text so far -> seconds before the answer."""
     fail_first: int = 0
     """Number of requests that are answered with 503 at first."""
+    cuts: int = 0
+    """Number of streams that end early."""
+    piece_s: float = 0.0
+    """Seconds before each piece of a stream."""
     incarnation: str = "first"
     """Process that answers; "" for an engine without the header."""
     room: EngineRoom | None = None
@@ -81,6 +85,14 @@ class ScriptedEngine:
         self._kept |= {tuple(ids[:length]) for length in range(1, len(ids) + 1)}
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._generate(request)
+        finally:
+            self.running -= 1
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
         if self.fail_first > 0:
@@ -91,12 +103,7 @@ class ScriptedEngine:
         ids, parameters = body["input_ids"], body["sampling_params"]
         text = "".join(map(chr, ids))
         cached = self._cached(ids)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        try:
-            await asyncio.sleep(self.delay_s(text))
-        finally:
-            self.running -= 1
+        await asyncio.sleep(self.delay_s(text))
         rest = self.script(text) if self.seeded is None else self.seeded(text, parameters.get("sampling_seed", 0))
         output, reason = self._continue(rest, parameters["max_new_tokens"], parameters.get("stop", []))
         self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
@@ -110,16 +117,23 @@ class ScriptedEngine:
             "entropy": [1.0 + token / 1000 for token in output],
         }
         if body.get("stream"):
-            return await self._stream(request, output, meta)
+            return await self._stream(request, output, meta, parameters.get("stream_interval", 2))
         return web.json_response({"output_ids": output, "meta_info": meta}, headers=self.headers)
 
-    async def _stream(self, request: web.Request, output: list[int], meta: dict[str, Any]) -> web.StreamResponse:
-        """Send the tokens two at a time, each time with all before, as SGLang does."""
+    async def _stream(
+        self, request: web.Request, output: list[int], meta: dict[str, Any], interval: int
+    ) -> web.StreamResponse:
+        """Send pieces with all tokens so far, as SGLang does; `cuts` of them end after the second one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self.headers})
         await response.prepare(request)
-        for end in [*range(2, len(output), 2), len(output)]:
+        for end in [*range(1, len(output), interval), len(output)]:
             last = end == len(output)
             now = meta | {"completion_tokens": end, "finish_reason": meta["finish_reason"] if last else None}
+            now |= {name: meta[name][:end] for name in ("output_token_logprobs", "entropy")}
+            await asyncio.sleep(self.piece_s)
+            if last and end > interval + 1 and self.cuts:
+                self.cuts -= 1
+                break
             await response.write(f"data: {json.dumps({'output_ids': output[:end], 'meta_info': now})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -76,12 +76,13 @@ def grow(
     codec: TextCodec = CODEC,
     entries: Sequence[bytes] = (),
     record: Callable[[bytes], None] = lambda _entry: None,
+    streams: bool = False,
 ) -> tuple[RolloutTree, TreeGrower]:
     """Grow one tree for PROMPT."""
 
     async def run() -> tuple[RolloutTree, TreeGrower]:
         async with (
-            EngineClient(engine_url, retry_for_s=retry_for_s) as engine,
+            EngineClient(engine_url, retry_for_s=retry_for_s, streams=streams) as engine,
             SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
             context = RolloutContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)

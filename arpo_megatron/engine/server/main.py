@@ -5,6 +5,7 @@ ARGS are those of `sglang.launch_server`. The additions are:
 - `gate`: refuses generations during a weight push; only the HTTP server has it
 - `receive`: receives a push's weights straight into the parameters
 - `checksums`: of the weights, for the check after a push
+- `stream`: streams an answer in few pieces
 - `entropy`: exact entropies of sampled tokens
 - `cpu`: what a CPU server needs (with `--device cpu`)
 - guards that kill the engine's processes when the process that started them dies
@@ -86,12 +87,13 @@ def _prepare_process() -> None:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu.install_stubs()
         cpu.register_hooks()
-    from arpo_megatron.engine.server import checksums, receive
+    from arpo_megatron.engine.server import checksums, receive, stream
 
     _keep_files_in_scratch()
     entropy.register_hooks()
     receive.register_hooks()
     checksums.register_hooks()
+    stream.register_hooks()
 
 
 def main() -> None:
