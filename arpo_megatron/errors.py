@@ -19,3 +19,10 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "", cutoff: floa
     near = difflib.get_close_matches(word, names, n=4, cutoff=cutoff)
     near.sort(key=lambda name: sorted(name) != sorted(word))  # swapped letters are the likeliest slip
     return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first plain exception inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

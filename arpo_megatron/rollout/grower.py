@@ -40,6 +40,7 @@ from arpo_megatron.algorithms.branching import (
     make_fork_budget,
 )
 from arpo_megatron.engine.request import EngineFinish, Generation
+from arpo_megatron.errors import first_error
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.environments import ends_trajectory, rewards_of
 from arpo_megatron.rollout.limits import NO_CALLS, AnsweredCall, CallHistory
@@ -170,7 +171,7 @@ class TreeGrower:
             async with self._paths:
                 self._paths.create_task(first)
         except BaseExceptionGroup as errors:
-            raise _first_error(errors) from None
+            raise first_error(errors) from None
         tree = self._build_tree()
         return without_lost_branches(tree, self._lost, self.failed_calls) if self._lost else tree
 
@@ -396,10 +397,3 @@ class TreeGrower:
 
 def _entropies(generations: Sequence[Generation]) -> Float32Array:
     return np.concatenate([each.entropies for each in generations])
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """Return the first plain exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -23,7 +23,7 @@ def register_hooks() -> None:
 
 
 def _accept(original: Callable[..., None], streamer: Any, *, req: Any) -> None:
-    """`accept` of a request's new tokens; it queues a piece if the interval of the request says so."""
+    """`accept` of a request's new tokens; it queues a piece if it is due by the interval of the request."""
     sent = len(streamer.rids)
     original(streamer, req=req)
     if req.stream and len(streamer.rids) > sent and len(req.output_ids) > 1:
