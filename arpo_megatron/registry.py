@@ -55,6 +55,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.BRANCH_POLICY: {
         "aepo": "arpo_megatron.algorithms.branching.aepo:AepoPolicy",
         "aepo_reference": "arpo_megatron.algorithms.branching.aepo_reference:AepoReferencePolicy",
+        "aepo_scripts": "arpo_megatron.algorithms.branching.aepo_reference:AepoScriptsPolicy",
         "arpo": "arpo_megatron.algorithms.branching.arpo:ArpoPolicy",
         "arpo_reference": "arpo_megatron.algorithms.branching.arpo_reference:ArpoReferencePolicy",
         "grpo": "arpo_megatron.algorithms.branching.grpo:GrpoPolicy",

@@ -44,7 +44,7 @@ EXPERIMENTAL = "Experimental: the formula comes from public notes, not from the 
 
 ARPO = preset("Entropy-driven forks after tool results, soft credit (arXiv 2507.19849).", branching="arpo")
 ARPO_REFERENCE = preset(
-    "ARPO with the entropy rule of the released code and three of its defects, to compare with published runs.",
+    "ARPO with the entropy rule and the rounds of the released code, to compare with published runs.",
     branching="arpo_reference",
 )
 RANDOM = preset(
@@ -59,7 +59,8 @@ AEPO = preset(
     params={"probe_slope": 0.5, "streak_penalty": 0.05, "entropy_advantage": 0.2},
 )
 AEPO_REFERENCE = preset(
-    "AEPO as its released scripts run it: no probe, no entropy in the advantage, entropy one round late.",
+    "AEPO with the rule, the probe and the rounds of its released code, which leaves entropy out of the advantage. Its "
+    "scripts switch the probe off: algorithm.branching=aepo_scripts.",
     branching="aepo_reference",
     loss="aepo",
     params={"streak_penalty": 0.05},

@@ -102,7 +102,7 @@ def simulate(policy: BranchPolicy, calls: int, uncertain: Uncertain, task_id: st
             leaves.append(path)
             end = budget.end(path.forks, path.key, failed=False)
             start(end.grants)
-            running += [_Path(key, PathForks()) for key in end.fresh]
+            running += [_Path(key, forks) for key, forks in end.fresh]
             continue
         executed += 1
         path.calls += 1

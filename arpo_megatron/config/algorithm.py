@@ -26,7 +26,7 @@ class AlgorithmConfig:
     """Which tasks a step gets. `epochs`: all of them, shuffled."""
     branching: str = "arpo"
     """Where trees fork. `arpo`: after tool results, driven by entropy, as in the paper. `arpo_reference`: the
-    entropy rule of the released code, with three of its defects. `random`: the control arm, which ignores entropy.
+    entropy rule and the rounds of the released code. `random`: the control arm, which ignores entropy.
     `grpo`: nowhere, `group_size` independent trajectories. docs/reference/algorithms.md lists all of them."""
     advantage: str = "group"
     """How rewards become advantages: an estimator of docs/reference/algorithms.md."""

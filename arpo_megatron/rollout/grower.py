@@ -212,10 +212,10 @@ class TreeGrower:
         end = self._forks.end(segment.forks, segment.node.key, failed=failed)
         self._lost += end.lost
         self._start_siblings(end.grants)
-        for key in end.fresh:
+        for key, forks in end.fresh:
             node = Node(Role.MODEL, key, parent=self._root)
             self._root.children.append(node)
-            self._start_path(BranchStart(node, self.prompt, PathForks(), known_routes=len(self.prompt)))
+            self._start_path(BranchStart(node, self.prompt, forks, known_routes=len(self.prompt)))
 
     async def _sample_segment(self, start: BranchStart) -> _SampledSegment:
         """Sample a MODEL segment. After a tool result, decide on a fork once k tokens are there."""

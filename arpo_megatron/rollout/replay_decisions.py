@@ -64,17 +64,16 @@ class _Replay:
         self._pending: list[_Start] = []
         self._measured: dict[PathKey, _Start] = {}
         self._derived: set[int] = set()
-        self._fresh = 0
+        self._initial_paths = self._fresh = 0
 
     def run(self) -> int:
         first = self._children[0]
-        initial = self._initial(first)
+        self._initial_paths = initial = self._initial(first)
         if len(first) < initial:
             raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {initial}")
         probes = int(isinstance(self._policy, ProbingPolicy))
         self._walk(first[:probes], [PathForks() for _ in range(probes)])
         self._walk(first[probes:initial], self._forks.start(initial, started=probes), probes)
-        self._walk(first[initial:], [PathForks() for _ in first[initial:]], initial)
         if len(first) != (derived := initial + self._fresh):
             raise DecisionMismatchError(f"segment 0: {len(first)} trajectories start here, derived {derived}")
         for index, segment in enumerate(self._tree.segments):
@@ -138,8 +137,11 @@ class _Replay:
 
     def _end(self, start: _Start, *, failed: bool) -> None:
         end = self._forks.end(start.forks, start.key, failed=failed)
-        self._fresh += len(end.fresh)
         self._grant(end.grants)
+        for key, forks in end.fresh:
+            stored = self._children[0][self._initial_paths + self._fresh :][:1]
+            self._pending += [_Start(index, key, forks) for index in stored]
+            self._fresh += 1
 
     def _grant(self, grants: Sequence[Grant]) -> None:
         """Compare decisions, and continue with the siblings that they start."""

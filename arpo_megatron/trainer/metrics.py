@@ -36,6 +36,7 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success
         **reward_metrics(sampled, success_threshold),
         "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in sampled),
         **age_metrics([item.tree for item in sampled], step.step),
+        "fork_chance": fork_chance([item.tree for item in sampled]),
         "cached_prompt_share": counters["cached_tokens"] / max(1, counters["prompt_tokens"]),
         "prefill_over_unique": counters["prefilled_tokens"] / max(1, counters["unique_tokens"]),
         "prefill_over_given": counters["prefilled_tokens"] / max(1, counters["given_tokens"]),
@@ -107,6 +108,12 @@ def age_metrics(trees: Sequence[RolloutTree], version: int) -> dict[str, float]:
         "staleness_max": max(most for _, most in ages),
         "stale_trees": sum(most > 0 for _, most in ages),
     }
+
+
+def fork_chance(trees: Sequence[RolloutTree]) -> float:
+    """Return the mean probability of a fork over all measured fork points; NaN without any."""
+    chances = [segment.branch.probability for tree in trees for segment in tree.segments if segment.branch is not None]
+    return float(np.mean(chances)) if chances else math.nan
 
 
 def sampling_gap(batches: Sequence[Batch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float | None:

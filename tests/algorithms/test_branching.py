@@ -28,7 +28,7 @@ CONFIG = AlgorithmConfig(
     group_size=16, initial_rollouts=8, beam_size=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4
 )
 POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
-BRANCHING = ("aepo", "aepo_reference", "arpo", "arpo_reference", "random")
+BRANCHING = ("aepo", "aepo_reference", "aepo_scripts", "arpo", "arpo_reference", "random")
 
 entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
 paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
@@ -187,6 +187,32 @@ def test_random_policy_forks_like_arpo_without_entropy() -> None:
         assert (without.record.dH, without.record.probability) == (0.0, 0.5)
         forks += without.siblings
     assert 70 < forks < 130
+
+
+def test_random_policy_forks_at_the_rate_of_another_run() -> None:
+    config = named("random", params={"fork_rate": 0.2})
+    policy = make_branch_policy(config, vocabulary_size=1000, seed=3)
+    decisions = [policy.decide(point(array(1), array(9), step=step)) for step in range(400)]
+    assert {each.record.probability for each in decisions} == {0.2}
+    assert 50 < sum(each.siblings for each in decisions) < 110
+
+
+def test_released_code_draws_for_every_copy() -> None:
+    policy = ArpoReferencePolicy(named("arpo_reference", beam_size=4), vocabulary_size=1000, seed=3)
+    siblings = [policy.decide(point(array(1), array(1), step=step)).siblings for step in range(400)]
+    shares = np.bincount(siblings, minlength=4) / 400
+    assert shares == pytest.approx(np.array([1, 3, 3, 1]) / 8, abs=0.07)  # three draws at 0.5
+    assert policy.decide(point(array(1), array(1), budget=0)).siblings == 0
+
+
+def test_aepo_reference_rounds_down_and_adds_one() -> None:
+    policy = AepoReferencePolicy(CONFIG, vocabulary_size=1000, seed=0)
+    low, high = array(1, 1), array(9, 9)
+    root, mean = 18 / math.log(1000), (18 + 2 + 2) / 3 / math.log(1000)
+    assert policy.plan(Probe(high, (low, low))) == int(16 / (1 + math.exp(-0.5 * (root - mean)))) + 1
+    assert policy.plan(Probe(high, ())) == 16 // 2 + 1
+    steep = replace(policy, probe_slope=1e3)
+    assert (steep.plan(Probe(low, (high,))), steep.plan(Probe(high, (low,)))) == (2, 16)
 
 
 def test_aepo_starts_more_trajectories_if_the_question_is_less_certain_than_the_tools() -> None:

@@ -40,6 +40,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "aepo": {"branch_probability": 0.8, "params": {"streak_penalty": 0.4}},
     "aepo that begins with few": {"params": {"probe_slope": 50.0}},
     "aepo_reference": {"entropy_weight": 2.0},
+    "aepo_scripts": {"entropy_weight": 2.0, "branch_probability": 0.8},
 }
 
 

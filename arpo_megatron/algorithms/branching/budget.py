@@ -29,6 +29,8 @@ class PathForks:
     """Number of its next fork point, counted from the prompt (`PooledForks`); 0 for a path that may not fork."""
     streak: int = 0
     """Number of its fork points right before the next one that have all forked."""
+    number: int = 0
+    """Number of paths that were in the rounds before it (`PooledForks`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class PathEnd:
     """Consequences of the end of a path."""
 
     grants: Sequence[Grant] = ()
-    fresh: Sequence[PathKey] = ()
-    """Places of the trajectories from the prompt that replace unused forks. They do not fork."""
+    fresh: Sequence[tuple[PathKey, PathForks]] = ()
+    """Places of the trajectories from the prompt that replace unused forks, and their part in the budget."""
     lost: int = 0
     """Planned trajectories that the end has cost."""
 
@@ -100,7 +102,8 @@ class ReservedForks:
         """Turn the path's unused forks into fresh trajectories; a failed path loses them."""
         if failed:
             return PathEnd(lost=1 + path.reserved)
-        return PathEnd(fresh=[fresh_path_key(self._initial, key, number) for number in range(path.reserved)])
+        keys = [fresh_path_key(self._initial, key, number) for number in range(path.reserved)]
+        return PathEnd(fresh=[(each, PathForks()) for each in keys])
 
 
 @dataclass(slots=True)
@@ -114,20 +117,26 @@ class PooledForks:
     """
 
     policy: BranchPolicy
+    released: bool = False
+    """Follow the released code of ARPO and AEPO: a round grants in the order in which paths were started; consecutive
+    forks are counted per task, by rounds with a new path; and when all paths have ended, one fresh trajectory is
+    started, which may fork, until the pool is empty."""
     _left: int = 0
     _initial: int = 0
     _round: int = 1
+    _streak: int = 0
+    _started: int = 0
+    _fresh: int = 0
     _living: list[PathForks] = field(default_factory=list)
     _points: defaultdict[int, list[tuple[ForkPoint, PathForks]]] = field(default_factory=lambda: defaultdict(list))
 
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
         """Fill the pool and return the paths."""
         self._initial, self._left = initial, self.policy.total - initial
-        self._living = [PathForks(round=int(self._left > 0)) for _ in range(initial - started)]
-        return list(self._living)
+        return [self._add_path(int(self._left > 0)) for _ in range(initial - started)]
 
     def may_fork(self, path: PathForks) -> bool:
-        """Whether the path was in the pool's rounds from the start."""
+        """Whether the path takes part in the pool's rounds."""
         return path.round > 0
 
     def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
@@ -138,33 +147,56 @@ class PooledForks:
 
     def end(self, path: PathForks, key: PathKey, *, failed: bool) -> PathEnd:
         """Remove the path from all later rounds."""
-        if path in self._living:  # not a probe, nor a fresh trajectory
+        if path in self._living:  # not a probe, nor a fresh trajectory that may not fork
             self._living.remove(path)
         grants = self._decide_rounds()
-        fresh = 0
-        if not self._living:
-            fresh, self._left = self._left, 0
-        keys = [fresh_path_key(self._initial, (), number) for number in range(fresh)]
-        return PathEnd(grants, keys, lost=int(failed))
+        return PathEnd(grants, self._top_up(), lost=int(failed))
+
+    def _add_path(self, round_: int, streak: int = 0) -> PathForks:
+        path = PathForks(round=round_, streak=streak, number=self._started)
+        self._started += 1
+        self._living.append(path)
+        return path
+
+    def _top_up(self) -> list[tuple[PathKey, PathForks]]:
+        """Return the trajectories that replace unused forks, once no path is living."""
+        if self._living:
+            return []
+        count = min(1, self._left) if self.released else self._left
+        keys = [fresh_path_key(self._initial, (), self._fresh + number) for number in range(count)]
+        self._left, self._fresh = self._left - count, self._fresh + count
+        if not self.released:
+            return [(key, PathForks()) for key in keys]
+        if keys:
+            self._end_round(forked=True)  # the new path counts in the round that it ends
+        return [(key, self._add_path(self._round)) for key in keys]
 
     def _decide_rounds(self) -> list[Grant]:
         """Decide all rounds that no living path can still reach."""
         grants = []
         while self._points and all(path.round > self._round for path in self._living):
-            points = sorted(self._points.pop(self._round, []), key=lambda item: item[0].path)
-            grants += [self._decide(*item) for item in points]
-            self._round += 1
+            points = self._points.pop(self._round, [])
+            points.sort(key=lambda item: item[1].number if self.released else item[0].path)
+            granted = [self._decide(*item) for item in points]
+            self._end_round(forked=any(grant.siblings for grant in granted))
+            grants += granted
         return grants
 
+    def _end_round(self, *, forked: bool) -> None:
+        self._round += 1
+        self._streak = self._streak + 1 if forked else 0
+
     def _decide(self, point: ForkPoint, path: PathForks) -> Grant:
-        decision = self.policy.decide(replace(point, budget=self._left, streak=path.streak))
+        streak = self._streak if self.released else path.streak
+        decision = self.policy.decide(replace(point, budget=self._left, streak=streak))
         path.streak = path.streak + 1 if decision.siblings else 0
-        siblings = [PathForks(round=self._round + 1, streak=path.streak) for _ in range(decision.siblings)]
-        self._living += siblings
+        siblings = [self._add_path(self._round + 1, path.streak) for _ in range(decision.siblings)]
         self._left -= decision.siblings
         return Grant(point.path, decision, siblings)
 
 
 def make_fork_budget(policy: BranchPolicy) -> ForkBudget:
-    """Return the budget that a policy asks for with `reserves_forks`; a pool without that attribute."""
+    """Return the budget that a policy asks for with `released_rounds` or `reserves_forks`; else a plain pool."""
+    if getattr(policy, "released_rounds", False):
+        return PooledForks(policy, released=True)
     return ReservedForks(policy) if getattr(policy, "reserves_forks", False) else PooledForks(policy)
