@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron.cli.bench_gpu import app as gpu
+from arpo_megatron.cli.options import Overrides
+from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import CPU_ENVIRONMENT
 from arpo_megatron.jobs import resolve
 
@@ -139,6 +141,32 @@ def importance(
                     figures = "  ".join(f"{key} {value:.3f}" for key, value in found.items())
                     print(f"  {name:10s} {figures}", file=sys.stderr)
     _answer("importance", results)
+
+
+@app.command()
+def soak(
+    overrides: Overrides = None,
+    recipe: Annotated[str, typer.Option(help="Recipe of the job.")] = "quickstart",
+    steps: Annotated[int, typer.Option(min=6, help="Number of training steps.")] = 300,
+    warm_up: Annotated[
+        int | None, typer.Option(min=0, help="Steps that are not judged; default: a third of the steps.")
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Train a job and show whether the memory of each of its processes is flat; the exit code is 1 if one grows."""
+    skipped = steps // 3 if warm_up is None else warm_up
+    if steps - skipped < 6:
+        raise UserError(f"--steps {steps} --warm-up {skipped} leaves fewer than 6 steps to judge: use more steps")
+    from arpo_megatron.bench.soak import bench_soak
+
+    results = bench_soak(resolve.resolve(recipe, overrides=[*(overrides or ()), f"train.steps={steps}"]), skipped)
+    if not json_only:
+        for role, row in results["roles"].items():
+            figures = "  ".join(f"{key} {value}" for key, value in row.items())
+            print(f"{role:40s} {figures}", file=sys.stderr)
+    _answer("soak", results)
+    if not results["flat"]:
+        raise typer.Exit(1)
 
 
 def _answer(name: str, results: dict[str, Any]) -> None:

@@ -7,7 +7,16 @@ from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
 
 WAITING_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Makes waiting OpenMP threads sleep. Threads that spin take a core that another process needs."""
-CPU_ENVIRONMENT = {**WAITING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+KERNEL_CACHE_ENVIRONMENT = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""Bounds torch's and oneDNN's caches of compiled products. Each keeps 1024 by default, one for every shape, and packs
+differ in length in every step: a trainer grew by megabytes per step. Both must be bounded, since each keeps a product
+that the other has dropped. A step uses the same few dozen shapes in all layers."""
+CPU_ENVIRONMENT = {
+    **WAITING_ENVIRONMENT,
+    **KERNEL_CACHE_ENVIRONMENT,
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 """For processes that compute on a CPU: they leave any GPU alone. Without TorchDynamo they start a second faster,
 because Megatron does not prepare its decorated functions for a compiler that no CPU layout calls."""
 
@@ -27,7 +36,8 @@ def process_environment(platform: Platform) -> dict[str, str]:
     """Return the variables for every process of a job that computes on `platform`."""
     if platform == "cpu":
         return CPU_ENVIRONMENT
-    return WAITING_ENVIRONMENT | {name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()}
+    nccl = {name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()}
+    return WAITING_ENVIRONMENT | KERNEL_CACHE_ENVIRONMENT | nccl  # `auto` may find no GPU
 
 
 def trainer_environment(platform: Platform, *, emulate_te: bool = False) -> dict[str, str]:

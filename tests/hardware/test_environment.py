@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from arpo_megatron.hardware.environment import NCCL_ENVIRONMENT, process_environment, trainer_environment
+from arpo_megatron.config import Platform
+from arpo_megatron.hardware.environment import (
+    KERNEL_CACHE_ENVIRONMENT,
+    NCCL_ENVIRONMENT,
+    process_environment,
+    trainer_environment,
+)
 
 SGLANG_SETS = """
 import json, os
@@ -23,6 +29,19 @@ try:
 except Exception as error:  # it then checks packages of GPUs
     print(type(error))
 print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("NCCL_")}))
+"""
+
+PRODUCTS_OF_NEW_SHAPES = """
+import torch
+from arpo_megatron.bench.memory import resident
+from arpo_megatron.hardware.onednn import product
+weight = torch.ones(384, 128)
+def grow(rows):
+    for count in rows:
+        product(torch.ones(count, 128), weight)
+    return resident()
+warm = grow(range(1000, 1180))
+print(grow(range(1180, 1280)) - warm)
 """
 
 
@@ -47,3 +66,17 @@ def test_users_nccl_settings_hold_on_both_sides(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     assert process_environment("auto")["NCCL_NVLS_ENABLE"] == trainer_environment("auto")["NCCL_NVLS_ENABLE"] == "1"
     assert not nccl(process_environment("cpu"))
+
+
+@pytest.mark.parametrize("platform", ["auto", "cpu"])
+def test_every_process_bounds_its_caches_of_products(platform: Platform) -> None:
+    assert KERNEL_CACHE_ENVIRONMENT.items() <= trainer_environment(platform).items()
+    assert KERNEL_CACHE_ENVIRONMENT.items() <= process_environment(platform).items()
+
+
+def test_products_of_new_shapes_keep_no_memory() -> None:
+    environment = {**os.environ, **process_environment("cpu")}
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS_OF_NEW_SHAPES], capture_output=True, text=True, check=True, env=environment
+    )
+    assert int(done.stdout) < 60 * 2**20  # 120 MB with the bounds that the caches have by default
