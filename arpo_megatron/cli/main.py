@@ -174,6 +174,11 @@ def export(
     verify: Annotated[
         bool, typer.Option("--verify", help="Serve it, ask one question, and compare with transformers' log-probs.")
     ] = False,
+    repo: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it to the Hugging Face Hub (HF_TOKEN)."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push-to-hub: a new repository is public.")] = False,
     cluster: OnCluster = None,
 ) -> None:
     """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load.
@@ -183,6 +188,8 @@ def export(
     if cluster is not None:
         if verify:
             raise UserError("--verify starts services on this machine: leave out --cluster")
+        if repo is not None:
+            raise UserError("--push-to-hub uploads from this machine: leave out --cluster")
         return submit_command(cluster, "export", run_dir, out=out, step=step)
     from arpo_megatron.launch.job import export_checkpoint
 
@@ -193,6 +200,10 @@ def export(
         from arpo_megatron.launch.verify_export import verify_export
 
         print(verify_export(resolve.load(run.config), run, written).line)
+    if repo is not None:
+        from arpo_megatron.launch.push_to_hub import push_to_hub
+
+        print(push_to_hub(written, repo, private=not public), flush=True)
     next_command(f"arpo serve {written}")
     return None
 
