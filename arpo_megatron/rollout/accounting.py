@@ -39,6 +39,14 @@ class RolloutCounts:
     """Seconds that results of equal calls (`rollout.deterministic_tools`) had taken, once for each further call."""
     retries: int = 0
     """Attempts of requests and tool calls that were repeated because a service failed."""
+    tokens_recomputed: int = 0
+    """Prompt tokens that the engine had computed for the same path and computed again: they were evicted."""
+    suspended: int = 0
+    """How often a path had to wait in its middle because the KV pool was full."""
+    admission_s: float = 0.0
+    """Seconds that requests waited for admission, added up."""
+    longest_request_s: float = 0.0
+    """Seconds of the longest request, from its admission to its answer."""
 
     @property
     def prefilled_tokens(self) -> int:
@@ -52,8 +60,10 @@ class RolloutCounts:
 
     def add(self, other: "RolloutCounts") -> None:
         """Add another object's counts to this one."""
+        longest = max(self.longest_request_s, other.longest_request_s)
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.longest_request_s = longest
 
 
 @dataclass(frozen=True, slots=True)

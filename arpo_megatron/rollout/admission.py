@@ -138,21 +138,23 @@ class KvAdmission:
         """Add a path that starts after `start` tokens."""
         self._trees[tree].paths[key] = _Path(parent, start, start)
 
-    def ask(self, tree: int, key: PathKey, length: int) -> None:
-        """Note that a path wants to send a request with a prompt of `length` tokens."""
+    def ask(self, tree: int, key: PathKey, length: int) -> bool:
+        """Note that a path wants to send a request with a prompt of `length` tokens; return whether it is suspended."""
         grown = self._trees[tree]
         path = grown.paths[key]
         path.asks, path.length = True, max(path.length, length)
-        engine = None if grown.engine is None else self._engines[grown.engine]
+        engine, suspended = None if grown.engine is None else self._engines[grown.engine], False
         if path.resident and engine is not None:
             self._update(grown)
             if engine.used + self._segment > engine.room.tokens and tree != self._oldest(engine):
                 path.resident = False
                 path.cached = 0
+                suspended = True
                 self._suspended += 1
                 self._update(grown)
         heap = self._unbound if engine is None else engine.ready if path.resident else engine.waiting
         heapq.heappush(heap, (tree, key))
+        return suspended
 
     def grant(self) -> list[tuple[PathId, int]]:
         """Return the paths whose requests may be sent now, and their engines. Each must be followed by `answered`."""
@@ -181,8 +183,8 @@ class KvAdmission:
             granted.append((path, number))
         return granted
 
-    def answered(self, engine: int, tree: int, key: PathKey, length: int, cached: int | None) -> None:
-        """Note that a granted request has ended.
+    def answered(self, engine: int, tree: int, key: PathKey, length: int, cached: int | None) -> int:
+        """Note that a granted request has ended; return the tokens that should have been cached and were not.
 
         Args:
             engine: where it was.
@@ -195,14 +197,16 @@ class KvAdmission:
         served.running -= 1
         grown = self._trees.get(tree)
         if grown is None or (path := grown.paths.get(key)) is None:
-            return
+            return 0
+        missing = 0
         if cached is not None:
-            if (missing := path.cached - cached) > 0:
+            if (missing := max(0, path.cached - cached)) > 0:
                 self._recomputed += missing
                 self._back_off(served)
             self._segment += _SMOOTHING * (length - max(path.cached, path.start) - self._segment)
             path.length, path.cached, path.segments = length, length - 1, path.segments + 1
         self._update(grown)
+        return missing
 
     def end(self, tree: int, key: PathKey) -> None:
         """Note that a path has ended."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,14 @@ class Turn:
     """Tokens from the root to the end of the path after the answer; its user sets it."""
     cached: int | None = None
     """Cached tokens of the prompt; its user sets it if there is an answer."""
+    recomputed: int = 0
+    """Tokens that the engine computed again, known after the block."""
+    suspended: bool = False
+    """The path was not resident any more when it asked."""
+    waited_s: float = 0.0
+    """Seconds until it was granted."""
+    seconds: float = 0.0
+    """Seconds of the block, known after it."""
 
 
 class AdmissionGate:
@@ -119,7 +128,8 @@ class TreeAdmission:
         gate, key = self._gate, path_of(node.key)
         path = (self._number, key)
         waiting = gate.granted[path] = asyncio.get_running_loop().create_future()
-        gate.admission.ask(*path, length)
+        turn, asked = Turn(length), time.monotonic()
+        turn.suspended = gate.admission.ask(*path, length)
         gate.grant()
         try:
             engine = await waiting
@@ -131,11 +141,12 @@ class TreeAdmission:
         finally:
             del gate.granted[path]
         gate.engine.place(self._routing_key, gate.urls[engine])
-        turn = Turn(length)
+        turn.waited_s = time.monotonic() - asked
         try:
             yield turn
         finally:
-            gate.admission.answered(engine, *path, turn.length, turn.cached)
+            turn.seconds = time.monotonic() - asked - turn.waited_s
+            turn.recomputed = gate.admission.answered(engine, *path, turn.length, turn.cached)
             gate.grant()
 
 

@@ -67,6 +67,10 @@ class RolloutProgress:
     trees_done: int
     trees_total: int
     tokens_sampled: int
+    paths_running: int = 0
+    """Paths of all trees that were admitted to an engine and have not ended."""
+    paths_waiting: int = 0
+    """Paths that wait for admission."""
 
 
 @dataclass(frozen=True, slots=True)

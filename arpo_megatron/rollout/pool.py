@@ -243,7 +243,9 @@ class TreePool:
             growing = queue.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
-                self._send(RolloutProgress(min(count, len(queue.trees) - growing), count, queue.tokens))
+                done, held = min(count, len(queue.trees) - growing), self._admission and self._admission.figures()
+                paths = (held.resident, held.waiting) if held else (0, 0)
+                self._send(RolloutProgress(done, count, queue.tokens, *paths))
             if len(queue.trees) - growing >= count and not self._overdue(queue, finish_before):
                 return
             self._changed.clear()

@@ -118,6 +118,10 @@ class TreeClient:
                 first=None if first is None else (first[0], partial(self._report_first, node, first[1])),
             )
             turn.length, turn.cached = len(tokens) + len(generation.token_ids), generation.cached_tokens
+        self.counts.tokens_recomputed += turn.recomputed
+        self.counts.suspended += turn.suspended
+        self.counts.admission_s += turn.waited_s
+        self.counts.longest_request_s = max(self.counts.longest_request_s, turn.seconds)
         self.prefixes.mark_cached(node)
         self._add(node.key, generation)
         context.on_tokens(len(generation.token_ids))

@@ -320,6 +320,8 @@ def interleave(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[S
 def report_progress(events: EventLog, progress: RolloutProgress) -> None:
     """Log how far a collection is. Raises StoppedError if the job is asked to end."""
     text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
+    if progress.paths_waiting:
+        text += f"; {progress.paths_running} paths run, {progress.paths_waiting} wait for KV memory"
     events.emit("progress", text=text)
     check_stop(events)
 

@@ -43,6 +43,7 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success
         "predicted_cached_share": counters["predicted_cached_tokens"] / max(1, counters["predicted_prompt_tokens"]),
         "tool_cache_hits": counters["tool_calls_cached"] / max(1, counters["tool_calls_executed"]),
         "tokens_per_s": tokens_per_second(step.stats),
+        "longest_request_s": max((stats.counts.longest_request_s for stats in step.stats), default=0.0),
         **counters,
         **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in sampled]).items()},
     }
@@ -71,6 +72,9 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_failed": stats.counts.calls_failed,
         "tool_calls_inherited": stats.calls_inherited,
         "requests_repeated": stats.counts.retries,
+        "tokens_recomputed": stats.counts.tokens_recomputed,
+        "paths_suspended": stats.counts.suspended,
+        "admission_s": stats.counts.admission_s,
         "tokens_sampled": stats.counts.tokens_sampled,
         "prompt_tokens": stats.counts.prompt_tokens,
         "cached_tokens": stats.counts.cached_tokens,

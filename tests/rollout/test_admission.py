@@ -90,7 +90,7 @@ def test_margin_shrinks_with_recomputed_tokens_and_grows_without() -> None:
     found.answered(0, 0, (0,), 200, 0)
     found.ask(0, (0,), 230)
     assert granted(found) == [(0, (0,))]
-    found.answered(0, 0, (0,), 260, 150)
+    assert found.answered(0, 0, (0,), 260, 150) == 49
     figures = found.figures()
     assert figures.recomputed == 49, "199 tokens were in the cache"
     assert figures.margin < FIRST_MARGIN
@@ -121,7 +121,7 @@ def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
     assert granted(found) == [(0, (0,)), (1, (0,))]
     for tree in range(2):
         found.answered(0, tree, (0,), 700, 0)
-        found.ask(tree, (0,), 750)
+    assert [found.ask(tree, (0,), 750) for tree in range(2)] == [False, True]
     assert granted(found) == [(0, (0,))]
     assert (found.figures().suspended, found.figures().resident) == (1, 1)
     found.answered(0, 0, (0,), 800, 699)
@@ -200,6 +200,8 @@ def test_trees_grow_as_without_admission(scripted_engine: Start, room: EngineRoo
     engine.most_running = 0
     held = asyncio.run(run(True))
     assert held.failed == free.failed == []
+    assert held.stats.counts.admission_s > free.stats.counts.admission_s == 0.0
+    assert 0.0 < held.stats.counts.longest_request_s < held.stats.seconds
     assert engine.most_running <= room.requests * 1.125 + 1
     for one, other in zip(held.trees, free.trees, strict=True):
         assert [segment.token_ids.tolist() for segment in one.segments] == [
