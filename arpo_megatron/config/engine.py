@@ -1,5 +1,6 @@
 """Section `engine`: the SGLang servers that sample."""
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -47,3 +48,6 @@ class EngineConfig:
     retry_for_s: PositiveFloat = 600.0
     """A generation or tool call is repeated for this many seconds after its first failure: time to restart an engine.
     """
+    options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
+    """Further options of SGLang by name, for example {kv_cache_dtype: fp8_e4m3, enable_hierarchical_cache: true}; true
+    stands for a flag. Unknown ones, and those that the rollouts cannot use, are refused."""

@@ -19,6 +19,7 @@ from typing import Self
 import requests
 
 from arpo_megatron.config import EngineConfig
+from arpo_megatron.engine.options import extra_options
 from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE, HEALTH_PATH
 from arpo_megatron.errors import UserError
@@ -182,6 +183,7 @@ def engine_service(
     sglang_options |= {"model-path": model_path, "random-seed": seed, "host": host, "port": port}
     if expert_routes:
         sglang_options["enable-return-routed-experts"] = None
+    sglang_options |= extra_options(engine.options)
     sglang_options |= options
     return ServiceSpec(
         name=name,

@@ -1,0 +1,70 @@
+"""SGLang options that a config passes through (`engine.options`), checked against the installed version."""
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from arpo_megatron.errors import UserError, did_you_mean
+
+REFUSED: Mapping[str, str] = {
+    "speculative": "entropies are measured for one token of a request at a time",
+    "pp_size": "a weight push reaches tensor-parallel ranks only",
+    "disaggregation": "a tree's prefixes must stay in the cache of the engine that decodes",
+    "page_size": "trajectories fork at any token, so a page holds one",
+    "disable_radix_cache": "the branches of a tree share their prefixes through it",
+    "skip_tokenizer_init": "stop strings are searched in text",
+    "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
+    "stream_interval": "each request sets its own",
+}
+"""Start of an option's name -> why the project's additions to the engine cannot serve it."""
+OWN_KEYS: Mapping[str, str] = {
+    "tp_size": "engine.tensor",
+    "tensor_parallel_size": "engine.tensor",
+    "max_running_requests": "engine.max_running_requests",
+    "max_total_tokens": "engine.max_total_tokens",
+    "mem_fraction_static": "engine.memory_fraction",
+    "attention_backend": "engine.attention_backend",
+    "quantization": "engine.quantization",
+    "enable_deterministic_inference": "engine.deterministic",
+    "dtype": "model.dtype",
+    "random_seed": "seed",
+    **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format", "device"), ""),
+}
+"""Options with a key of their own; "": the launcher sets them."""
+
+
+def extra_options(options: Mapping[str, bool | float | str]) -> dict[str, object]:
+    """Return `engine.options` as command-line options of SGLang; a value of None stands for a flag.
+
+    Raises:
+        UserError: the installed SGLang has no such option, or the engine cannot have it.
+    """
+    known, found = None, dict[str, object]()
+    for given, value in options.items():
+        name = given.replace("-", "_")
+        for refused, why in REFUSED.items():
+            if name.startswith(refused):
+                raise UserError(f"engine.options.{given} is not possible: {why}")
+        if (own := OWN_KEYS.get(name)) is not None:
+            raise UserError(f"engine.options.{given}: {f'set {own} instead' if own else 'the launcher sets it'}")
+        known = known or known_options()
+        if known and name not in known:
+            hint = did_you_mean(name, sorted(known), "engine.options.")
+            raise UserError(f"engine.options.{given}: the installed SGLang has no such option{hint}")
+        if value is not False:
+            found[name.replace("_", "-")] = None if value is True else value
+    return found
+
+
+def known_options() -> set[str]:
+    """Return the names of the installed SGLang's options; empty if it is not installed.
+
+    They are read from its source: an import takes seconds.
+    """
+    try:
+        source = Path(str(distribution("sglang").locate_file("sglang/srt/server_args.py"))).read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return set()
+    fields = source[source.find("class ServerArgs") :]
+    return set(re.findall(r"^    ([a-z]\w+): ", fields, flags=re.MULTILINE))

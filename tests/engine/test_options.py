@@ -1,0 +1,33 @@
+"""`engine.options`: passed to SGLang by name, checked against the installed version before anything starts."""
+
+import pytest
+
+from arpo_megatron.engine.options import extra_options, known_options
+from arpo_megatron.errors import UserError
+
+
+def test_options_become_arguments() -> None:
+    given = {"kv_cache_dtype": "fp8_e4m3", "enable-hierarchical-cache": True, "chunked_prefill_size": 4096}
+    assert extra_options({**given, "enable_fp32_lm_head": False}) == {
+        "kv-cache-dtype": "fp8_e4m3",
+        "enable-hierarchical-cache": None,
+        "chunked-prefill-size": 4096,
+    }
+    assert {"ep_size", "nnodes", "dist_init_addr"} <= known_options()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("speculative_algorithm", "engine.options.speculative_algorithm is not possible: entropies are measured"),
+        ("pp-size", "engine.options.pp-size is not possible: a weight push"),
+        ("page_size", "trajectories fork at any token"),
+        ("tp_size", "set engine.tensor instead"),
+        ("port", "the launcher sets it"),
+        ("kv_cache_dtyp", "has no such option; did you mean engine.options.kv_cache_dtype?"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        extra_options({name: "x"})
+    assert message in str(refused.value)
