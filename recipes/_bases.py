@@ -59,7 +59,10 @@ def reasoning(name: str = "reasoning", hub_id: str = "to be named") -> JobConfig
         job,
         model=replace(job.model, max_length=1536 + 4096),
         data=DataConfig(kind="files", path=Path("train_10k.parquet"), max_prompt_tokens=1536),
-        rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=4096),
+        # A search shows ten pages of up to 1,000 characters, about 2,900 tokens at 3.5 characters per token: a response
+        # holds one such result, or three of the released search cache, whose median is 1,625 characters.
+        rollout=RolloutConfig(max_tool_calls=3, max_response_tokens=4096, max_tool_tokens=3072),
+        sandbox=replace(job.sandbox, search_results=10),
         train=replace(job.train, steps=2 * 9800 // 128, tasks_per_step=128),
         evaluation=EVALUATION,
     )
@@ -92,16 +95,21 @@ def deep_search_large(name: str = "deep_search", hub_id: str = "to be named") ->
 
 
 def sft(name: str = "sft", hub_id: str = "to be named") -> JobConfig:
-    """Supervised training on conversations: 3 epochs of 54,000 in batches of 64, cosine from 7e-6, 15,000 tokens."""
+    """Cold start as the authors train it: 3 epochs of 54,000 conversations in batches of 16, 15,000 tokens.
+
+    Their script (LLaMA-Factory/arpo_train_sft of the released code) leaves AdamW at the defaults of transformers.
+    """
     job = _cluster(name, hub_id)
     return replace(
         job,
         model=replace(job.model, max_length=15000),
         sft=SftConfig(
-            steps=3 * 54000 // 64,
-            data=Path("arpo_sft_54k.jsonl"),
+            steps=3 * 54000 // 16,
+            data=Path("final_5w4_still.jsonl"),
             held_out=0.01,
-            batch=64,
-            optimizer=OptimizerConfig(lr=7e-6, schedule="cosine", warmup_fraction=0.1),
+            batch=16,
+            optimizer=OptimizerConfig(
+                lr=7e-6, schedule="cosine", min_lr_ratio=0.0, warmup_fraction=0.1, weight_decay=0.0, beta2=0.999
+            ),
         ),
     )

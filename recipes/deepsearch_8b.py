@@ -2,7 +2,7 @@
 
     arpo train deepsearch_8b model.path=DIR data.path=hard_search_1k.parquet
 
-Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
+Model: Qwen/Qwen3-8B, after its cold start (sft_qwen3_8b). Data: dongguanting/ARPO-RL-DeepSearch-1K.
 """
 
 from arpo_megatron.config import JobConfig

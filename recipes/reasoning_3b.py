@@ -2,7 +2,7 @@
 
     arpo train reasoning_3b model.path=DIR data.path=train_10k.parquet
 
-Model: Qwen/Qwen2.5-3B-Instruct, after a cold start like sft_7b. Data: dongguanting/ARPO-RL-Reasoning-10K.
+Model: Qwen/Qwen2.5-3B-Instruct, after its cold start (sft_3b). Data: dongguanting/ARPO-RL-Reasoning-10K.
 """
 
 from arpo_megatron.config import JobConfig

@@ -2,7 +2,7 @@
 
     arpo train reasoning_8b model.path=DIR data.path=train_10k.parquet
 
-Model: meta-llama/Llama-3.1-8B-Instruct, after a cold start like sft_7b. Data: dongguanting/ARPO-RL-Reasoning-10K.
+Model: meta-llama/Llama-3.1-8B-Instruct, after its cold start (sft_8b). Data: dongguanting/ARPO-RL-Reasoning-10K.
 """
 
 from arpo_megatron.config import JobConfig

@@ -2,7 +2,7 @@
 
     arpo sft sft_7b model.path=DIR sft.data=FILE.jsonl
 
-Model: Qwen/Qwen2.5-7B-Instruct. Data: rows with `messages`, such as dongguanting/ARPO-SFT-54K.
+Model: Qwen/Qwen2.5-7B-Instruct. Data: dongguanting/ARPO-SFT-54K as it is, or other rows with `messages`.
 """
 
 from arpo_megatron.config import JobConfig
@@ -11,10 +11,10 @@ from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=4, data=2, recompute="none", token_budget=8192),
-    "2nodes": RecipeLayout(tensor=2, data=8, recompute="none", token_budget=8192),
-    "4nodes": RecipeLayout(tensor=4, data=8, recompute="none", token_budget=8192),
-    "16nodes": RecipeLayout(tensor=4, data=32, recompute="none", token_budget=8192),
-    "h200": RecipeLayout(gpu="h200", data=4, context=2, recompute="none", token_budget=8192),
+    "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
+    "4nodes": RecipeLayout(tensor=4, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
+    "16nodes": RecipeLayout(tensor=4, data=16, context=2, token_budget=8192),
+    "h200": RecipeLayout(gpu="h200", tensor=2, data=4, recompute="none", token_budget=8192),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 

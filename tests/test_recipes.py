@@ -55,10 +55,12 @@ def test_recipes_have_the_hyper_parameters_of_the_released_scripts(recipe: str) 
     )
 
 
-def test_sft_has_the_hyper_parameters_of_the_paper() -> None:
-    job = resolve.resolve("sft_7b")
+@pytest.mark.parametrize("recipe", [name for name in resolve.recipe_names() if name.startswith("sft_")])
+def test_sft_has_the_hyper_parameters_of_the_authors(recipe: str) -> None:
+    job = resolve.resolve(recipe)
     optimizer = job.sft.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_fraction) == (7e-6, "cosine", 0.1)
+    assert (job.sft.batch, optimizer.min_lr_ratio, optimizer.beta2, optimizer.weight_decay) == (16, 0.0, 0.999, 0.0)
     assert (job.model.max_length, job.sft.steps * job.sft.batch) == (15000, pytest.approx(3 * 54000, rel=0.001))
 
 

@@ -10,6 +10,7 @@ import typer
 from arpo_megatron.cli.jobs import step_model, submit_command
 from arpo_megatron.cli.options import ConfigFile, DryRun, OnCluster, Overrides, Panel, Recipe, next_command
 from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.target import Setting
 
 app = typer.Typer()
 
@@ -55,6 +56,16 @@ TrainData = Annotated[
     Path | None,
     typer.Option(help="Training file to search for the questions; default: the run's own, if it trained on files."),
 ]
+WithSetting = Annotated[
+    Setting,
+    typer.Option(
+        "--setting",
+        help="Limits: recipes, or authors (theirs, with their prompts and judge's wording; no run).",
+    ),
+]
+JudgeAll = Annotated[
+    bool, typer.Option("--judge-all", help="Let the judge (reward.judge) score every benchmark, not only some.")
+]
 SystemPrompt = Annotated[Path | None, typer.Option(help="File with a system prompt that replaces the built-in one.")]
 Out = Annotated[
     Path | None, typer.Option(help="Directory for records and tables. An interrupted evaluation continues in it.")
@@ -75,6 +86,8 @@ def evaluate(
     skip_missing: SkipMissing = False,
     train_data: TrainData = None,
     system_prompt: SystemPrompt = None,
+    setting: WithSetting = Setting.RECIPES,
+    judge_all: JudgeAll = False,
     out: Out = None,
     dry_run: DryRun = False,
     cluster: OnCluster = None,

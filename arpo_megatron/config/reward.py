@@ -26,6 +26,9 @@ class JudgeConfig:
     """Name of the model at the server."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key, if the server needs one."""
+    wording: Literal["marked", "arpo"] = "marked"
+    """How `arpo eval` asks the judge about answers to benchmarks. `marked`: with a code that an answer cannot fake.
+    `arpo`: in the words of ARPO's authors, to compare with published figures; training always uses `marked`."""
     max_tokens: Positive = 1024
     """Longest reply in tokens; a judge that reasons needs room for it."""
     timeout_s: PositiveFloat = 120.0

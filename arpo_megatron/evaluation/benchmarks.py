@@ -41,6 +41,11 @@ class Benchmark:
     sha256: tuple[str, ...] = ()
     """Digests of released files that the reader was tested with; other files get a note in the report."""
 
+    @property
+    def needs_search(self) -> bool:
+        """Whether its questions ask for facts."""
+        return self.name not in _MATHEMATICS
+
     def read_row(self, row: Mapping[str, Any]) -> QuestionAnswers:
         """Read the question and its accepted answers from a row.
 
@@ -50,6 +55,8 @@ class Benchmark:
         return self.read(row, *self.columns)
 
 
+_MATHEMATICS = ("aime24", "aime25", "math500", "gsm8k", "math")
+_AUTHORS = "the authors' 200 questions: github.com/RUC-NLPIR/ARPO (evaluation/data/{name}/test.jsonl); all:"
 _FLASHRAG = "huggingface.co/datasets/RUC-NLPIR/FlashRAG_datasets"
 _MIT, _CC_BY, _CC_BY_SA = "MIT", "CC BY 4.0", "CC BY-SA 4.0"
 
@@ -72,6 +79,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             licence="problems of the Mathematical Association of America; no licence stated",
             source="huggingface.co/datasets/math-ai/aime25",
             also=("aime_2025", "aime2025"),
+            sha256=("b4e273c02d3e7fe1b74b59eae768fc8230bfb0f79539890cb56f4361caac0331",),
         ),
         Benchmark(
             name="math500",
@@ -105,7 +113,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             title="WebWalker",
             metric="judge",
             licence="Apache 2.0",
-            source="huggingface.co/datasets/callanwu/WebWalkerQA (split main)",
+            source=f"{_AUTHORS.format(name='webwalker')} huggingface.co/datasets/callanwu/WebWalkerQA (split main)",
+            sha256=("5aa737b433dfc1cfd882c4857c492490eba0cb7c990ab35c0f322c51c24db678",),
             columns=(("question", "Question"), ("answer", "Answer")),
             also=("webwalkerqa", "WebWalkerQA"),
         ),
@@ -114,7 +123,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             title="HQA",
             metric="f1",
             licence=_CC_BY_SA,
-            source=f"{_FLASHRAG} (hotpotqa/dev.jsonl)",
+            source=f"{_AUTHORS.format(name='hotpotqa')} {_FLASHRAG} (hotpotqa/dev.jsonl)",
             columns=(("question",), ("answer", "golden_answers")),
             sha256=("072c04637a2736f355e92ee77649d1de89112f873b21b97e50171ac33497ad98",),
         ),
@@ -123,7 +132,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             title="2Wiki.",
             metric="f1",
             licence="Apache 2.0",
-            source=f"{_FLASHRAG} (2wikimultihopqa/dev.jsonl)",
+            source=f"{_AUTHORS.format(name='2wiki')} {_FLASHRAG} (2wikimultihopqa/dev.jsonl)",
+            sha256=("f92e028caf038c0fd861111ce811f12a50fc17324933b9b723d169913dfa9884",),
             columns=(("question",), ("answer", "golden_answers")),
             also=("2wikimultihopqa",),
         ),
@@ -132,7 +142,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             title="MuSiQ.",
             metric="f1",
             licence=_CC_BY,
-            source=f"{_FLASHRAG} (musique/dev.jsonl)",
+            source=f"{_AUTHORS.format(name='musique')} {_FLASHRAG} (musique/dev.jsonl)",
+            sha256=("d238f3c3b34347019bf84136eaca6fc34882d2263fbcd3dc352ad85eb80cf1dc",),
             columns=(("question",), ("answer", "golden_answers")),
         ),
         Benchmark(
@@ -140,7 +151,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             title="Bamb.",
             metric="f1",
             licence=_MIT,
-            source=f"{_FLASHRAG} (bamboogle/test.jsonl)",
+            source=f"{_FLASHRAG} (bamboogle/test.jsonl), or evaluation/data/bamboogle of github.com/RUC-NLPIR/ARPO",
+            sha256=("e37b9c512f27f76f1bab1922972a0d7d48af8ac08dbdc41de56dcae45e5148c7",),
             columns=(("question", "Question"), ("answer", "golden_answers", "Answer")),
         ),
         Benchmark(
@@ -151,6 +163,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             source="huggingface.co/datasets/gaia-benchmark/GAIA (2023, validation, metadata)",
             read=rows.without_attachment,
             columns=(("question", "Question"), ("answer", "Final answer")),
+            sha256=("4b631659cb2cd9957c865b0070958fc726c5705d1700c54e75c47359057959ca",),
             also=("gaia_validation", "metadata"),
         ),
         Benchmark(
@@ -171,14 +184,17 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             read=rows.xor_encrypted,
             columns=(("question", "prompt"), ("answer",)),
             also=("DeepSearch-2505", "DeepSearch", "xbench_deepsearch"),
-            sha256=("10bdb81321e3d919c052c2c9a7095868d8bc9036f719fb25d9223043aa28c118",),
+            sha256=(
+                "10bdb81321e3d919c052c2c9a7095868d8bc9036f719fb25d9223043aa28c118",
+                "70cac61a33f2dd1e8308cff011b718d203e680f3ce0c7fcf81a8958f5a2b0f3a",  # decrypted, as the authors have it
+            ),
         ),
     )
 }
 
 SUITES: Mapping[str, tuple[str, ...]] = {
     "reasoning": (
-        *("aime24", "aime25", "math500", "gsm8k", "math"),
+        *_MATHEMATICS,
         *("webwalker", "hotpotqa", "2wiki", "musique", "bamboogle"),
     ),
     "deepsearch": ("gaia", "hle", "webwalker", "xbench"),

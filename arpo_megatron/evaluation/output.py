@@ -41,6 +41,7 @@ def eval_identity(
         "subject": target.url or str((target.model or Path(target.name)).resolve()),
         "model": _digest(target) if target.model is not None else target.name,
         "suite": suite,
+        "judged": [each.benchmark.name for each in sets if each.benchmark.metric == "judge"],
         "files": {each.benchmark.name: each.sha256 for each in sets},
         "tools": tools.value,
         "tasks": tasks,

@@ -46,7 +46,8 @@ class TestSet:
 def find(benchmark: Benchmark, directory: Path) -> Path | None:
     """Return the benchmark's file in a directory, by its name or a name under which it is published."""
     stems = (benchmark.name, *benchmark.also)
-    paths = (directory / f"{stem}{suffix}" for stem in stems for suffix in FORMATS)
+    names = [name for stem in stems for name in (stem, f"{stem}/test")]  # the second as in the authors' repository
+    paths = (directory / f"{name}{suffix}" for name in names for suffix in FORMATS)
     return next((path for path in paths if path.is_file()), None)
 
 

@@ -24,7 +24,7 @@ from arpo_megatron.evaluation.response import Response
 from arpo_megatron.evaluation.score_queue import ScoreQueue
 from arpo_megatron.evaluation.scorers import judge_check
 from arpo_megatron.evaluation.summary import EvalSummary, summarize
-from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
+from arpo_megatron.evaluation.target import EvalTarget, Setting, TargetKind, eval_config, parse_target
 from arpo_megatron.jobs.inputs import load_tokenizer, training_prompt
 from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -33,7 +33,7 @@ from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.protocols.build import reading_protocol
-from arpo_megatron.tasks.system_prompts import RENDERED
+from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS, RENDERED
 from arpo_megatron.utils.atomic import write_json
 
 _LOG_EVERY_S = 10.0
@@ -58,6 +58,8 @@ class EvalRequest:
     out: Path | None = None
     train_data: Path | None = None
     system_prompt: Path | None = None
+    setting: Setting = Setting.RECIPES
+    judge_all: bool = False
     overrides: Sequence[str] | None = None
 
 
@@ -137,9 +139,13 @@ def _resolve(request: EvalRequest, log: Log, *, create: bool = True) -> _Evaluat
     tools = request.tools or (Tools.PROMPT if target.kind is TargetKind.SERVER else Tools.TRAINED)
     suite = request.suite or (HELD_OUT if target.kind is TargetKind.RUN else "")
     benchmarks, missing, sets = _test_sets(request, target, suite)
-    config = eval_config(target, benchmarks, tools, list(request.overrides or ()))
+    config = eval_config(target, benchmarks, tools, list(request.overrides or ()), request.setting)
     if config.rollout.environment is not None and suite != HELD_OUT:
         raise UserError(f"rollout.environment={config.rollout.environment}: only --suite {HELD_OUT} has its tasks")
+    if request.judge_all:
+        if config.reward.judge.url is None:
+            raise UserError("--judge-all needs reward.judge.url=http://HOST:PORT/v1 and reward.judge.model=NAME")
+        sets = [replace(each, benchmark=replace(each.benchmark, metric="judge")) for each in sets]
     if target.kind is TargetKind.SERVER and tools is not Tools.NONE and config.rollout.protocol != "tags":
         raise UserError(
             f"rollout.protocol={config.rollout.protocol}: a server is evaluated with tags only; evaluate the model's "
@@ -183,6 +189,8 @@ def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, 
             return request.system_prompt.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise UserError(f"--system-prompt {request.system_prompt}: {error.strerror}") from None
+    if request.setting is Setting.AUTHORS:
+        return ARPO_PROMPTS["arpo_no_tools" if request.tools is Tools.NONE else "arpo"]
     return training_prompt(config) if trained and target.kind is TargetKind.RUN else None
 
 
@@ -195,7 +203,7 @@ def _prompted(evaluation: _Evaluation) -> Iterator[tuple[PromptedQuestions, Judg
         if evaluation.sets:
             if config.reward.judge.url is not None and any(e.benchmark.metric == "judge" for e in evaluation.sets):
                 judge = Judge(config.reward.judge, cache, waiting="the evaluation", log=evaluation.log)
-            check = None if judge is None else judge_check(judge)
+            check = None if judge is None else judge_check(judge, config.reward.judge.wording)
             yield (
                 prompt_benchmarks(evaluation.sets, target, config, evaluation.tools, evaluation.system, check, tasks),
                 judge,
@@ -285,6 +293,7 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
     for note in write_tool_files(config, out, prompted.data):
         evaluation.log(note)
     if tools is not Tools.NONE:
+        _check_searchable(evaluation)
         for note in check_tools(config, out):
             evaluation.log(note)
     with Supervisor(out.logs) as supervisor:
@@ -306,6 +315,17 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
                 yield EngineAgent(rollouts, config, evaluation.attempts, prompted.decode, supervisor.check)
             finally:
                 rollouts.close()
+
+
+def _check_searchable(evaluation: _Evaluation) -> None:
+    """Raise UserError if a benchmark needs search and the tool service has nothing to search."""
+    names = [each.benchmark.name for each in evaluation.sets if each.benchmark.needs_search]
+    tools = evaluation.config.rollout.tools
+    if names and (tools is None or "search" in tools) and not evaluation.out.searchable:
+        raise UserError(
+            f"{', '.join(names)}: the search tool has nothing to search: name a corpus or an engine in "
+            "sandbox.file=FILE (docs/guides/tools.md), or evaluate with --tools none"
+        )
 
 
 def _training_data(evaluation: _Evaluation) -> TrainingQuestions | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from arpo_megatron.evaluation.benchmarks import Metric
 from arpo_megatron.evaluation.journal import Attempt, Outcome
@@ -12,7 +13,7 @@ from arpo_megatron.evaluation.response import AgentResponse, NoResponse, Respons
 from arpo_megatron.rewards.base import Response as RewardResponse
 from arpo_megatron.rewards.base import ResponseGroup, Reward
 from arpo_megatron.rewards.judge.judge import Judge
-from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question
+from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, released_question
 from arpo_megatron.rewards.math.verify import math_equal
 from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
 from arpo_megatron.tasks.base import Task
@@ -47,11 +48,12 @@ AnswerCheck = Callable[[str, str, str], bool]
 """(question, answer, expected) -> whether both answers have the same meaning; raises JudgeUnavailableError."""
 
 
-def judge_check(model: Judge) -> AnswerCheck:
-    """Return a check by a judge model; docs/guides/rewards.md shows its prompt."""
+def judge_check(model: Judge, wording: Literal["marked", "arpo"] = "marked") -> AnswerCheck:
+    """Return a check by a judge model that is asked in one of two wordings (`reward.judge.wording`)."""
+    worded = released_question if wording == "arpo" else equivalence_question
 
     def judge(question: str, answer: str, expected: str) -> bool:
-        (verdict,) = model.ask([equivalence_question(question, expected, answer)])
+        (verdict,) = model.ask([worded(question, expected, answer)])
         if verdict is None:
             raise JudgeUnavailableError("the judge gave no verdict")
         return verdict == CORRECT

@@ -21,8 +21,34 @@ PAPER_SAMPLING = (
 )
 """Sampling of the paper (arXiv 2507.19849, section 4.4, and its released scripts)."""
 _DEEP = RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560)
-_REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096)
+_REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096, max_tool_tokens=3072)
 _PROMPT_TOKENS = 2000
+_AUTHORS_RESPONSE_TOKENS = 30000
+
+
+class Setting(StrEnum):
+    """Limits and prompts of an evaluation."""
+
+    RECIPES = "recipes"  # those of the training recipes
+    AUTHORS = "authors"  # those of the authors' evaluation scripts
+
+
+AUTHORS_LIMITS = (
+    "rollout.max_tool_calls=15",
+    "rollout.max_calls_by_tool={python: 5, search: 10}",
+    "rollout.refuse_repeated=[search]",
+    "rollout.at_limit=answer_now",
+    "rollout.stop_at_answer=true",
+    "rollout.max_turn_tokens=4096",
+    "rollout.max_tool_tokens=3072",
+    "rollout.max_response_tokens=30000",
+    "rollout.tool_timeout_s=120",
+    "sandbox.python_timeout_s=120",
+    "sandbox.search_results=10",
+    "reward.judge.wording=arpo",
+)
+"""Limits of evaluation/infer_local_sds.sh of the released code. Its only limit of a whole response is the model's
+context of 32,768 tokens, of which 2,000 are the prompt's here."""
 
 
 class TargetKind(StrEnum):
@@ -77,7 +103,13 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
     )
 
 
-def eval_config(target: EvalTarget, benchmarks: list[Benchmark], tools: Tools, overrides: list[str]) -> JobConfig:
+def eval_config(
+    target: EvalTarget,
+    benchmarks: list[Benchmark],
+    tools: Tools,
+    overrides: list[str],
+    setting: Setting = Setting.RECIPES,
+) -> JobConfig:
     """Return the config for answering: the run's or a fresh one, then the paper's sampling, then `overrides`.
 
     Args:
@@ -85,23 +117,29 @@ def eval_config(target: EvalTarget, benchmarks: list[Benchmark], tools: Tools, o
         benchmarks: the benchmarks; empty for the run's own held-out tasks, which keep the run's sampling.
         tools: how the model calls tools.
         overrides: `section.key=value` of the user.
+        setting: limits for a model or a server; a run has its own.
 
     Raises:
-        UserError: an override is not valid.
+        UserError: an override is not valid, or the setting does not fit the target.
     """
+    if setting is Setting.AUTHORS:
+        if target.run is not None:
+            raise UserError("--setting authors evaluates a model directory or a URL: give RUN_DIR/export")
+        overrides = [*AUTHORS_LIMITS, *overrides]
     if benchmarks:
         overrides = [*PAPER_SAMPLING, *overrides]
     if tools is Tools.NONE:
         overrides = [*overrides, "rollout.max_tool_calls=0", "evaluation.max_tool_calls=null"]
-    base = _fresh_config(target, benchmarks) if target.run is None else resolve.load(target.run.config)
+    base = _fresh_config(target, benchmarks, setting) if target.run is None else resolve.load(target.run.config)
     return resolve.with_overrides(base, overrides)
 
 
-def _fresh_config(target: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
+def _fresh_config(target: EvalTarget, benchmarks: list[Benchmark], setting: Setting) -> JobConfig:
     """Return a config with the lengths of the recipes: those of deep search if all benchmarks belong to that suite."""
     deep = {benchmark.name for benchmark in benchmarks} <= set(SUITES["deepsearch"])
     rollout = _DEEP if deep else _REASONING
-    length = _PROMPT_TOKENS + rollout.max_response_tokens
+    response = rollout.max_response_tokens if setting is Setting.RECIPES else _AUTHORS_RESPONSE_TOKENS
+    length = _PROMPT_TOKENS + response
     model = ModelConfig(max_length=length)
     if target.model is not None:
         hf_config = json.loads((target.model / "config.json").read_text(encoding="utf-8"))
@@ -115,5 +153,5 @@ def _fresh_config(target: EvalTarget, benchmarks: list[Benchmark]) -> JobConfig:
         name="eval",
         model=model,
         rollout=rollout,
-        sandbox=SandboxConfig(search_results=10 if deep else 3, preload=("numpy", "sympy")),
+        sandbox=SandboxConfig(search_results=10, preload=("numpy", "sympy")),
     )

@@ -331,7 +331,7 @@ def test_sft_plan_has_no_engines() -> None:
     job = resolve.resolve("sft_7b")
     found, layouts = plan(job, H100), search(job, H100)
     assert found.decode_batch == found.memory.kv_tokens == 0
-    assert "an update, seconds" in render(found) and "64 conversations" in render(found)
+    assert "an update, seconds" in render(found) and "16 conversations" in render(found)
     for text in (render(found), render_search(layouts)):
         assert "engine" not in text and " 0 tokens" not in text
     assert len(layouts.best) == 5

@@ -15,6 +15,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.sft.chat_template import ChatEncoder
 from arpo_megatron.tasks.sft.dataset import conversation_tree, draw_batch, read_conversations
 from arpo_megatron.tree import Role
+from arpo_megatron.utils.table_reader import BadRowError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -100,7 +101,7 @@ def test_untrained_turn_is_context() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({}, 'no "messages" list'),
+        ({}, 'no "messages" or'),
         ({"messages": [turn("robot", "x")]}, "message 0 has no role"),
         ({"messages": [{"role": "user"}]}, "message 0 has no content"),
         ({"messages": [turn("user", "x")]}, "no assistant turn to learn"),
@@ -152,3 +153,16 @@ def test_epochs_hold_every_conversation_once(count: int, size: int, seed: int) -
     drawn = [item for update in range(3 * count) for item in draw_batch(range(count), size, seed=seed, update=update)]
     for epoch in range(len(drawn) // count):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_sharegpt_row_equals_its_messages() -> None:
+    talk = [turn("system", "be brief"), turn("user", "2+2?"), turn("assistant", "4")]
+    names = {"user": "human", "assistant": "gpt"}
+    given = [{"from": names[str(each["role"])], "value": each["content"]} for each in talk[1:]]
+    encoder = ChatEncoder(tokenizer_with(CHATML))
+    expected = conversation_tree({"messages": talk}, encoder, 1000).to_dict()
+    assert conversation_tree({"conversations": given, "system": "be brief"}, encoder, 1000).to_dict() == expected
+    inside = [{"from": "system", "value": "be brief"}, *given]
+    assert conversation_tree({"conversations": inside, "system": ""}, encoder, 1000).to_dict() == expected
+    with pytest.raises(BadRowError, match="message 0 has no role of"):
+        conversation_tree({"conversations": [{"from": "bing", "value": "x"}]}, encoder, 1000)

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from arpo_megatron.config import JudgeConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.rewards.judge.cache import Replies
-from arpo_megatron.rewards.judge.prompts import JudgeQuestion
+from arpo_megatron.rewards.judge.prompts import CORRECT, INCORRECT, JudgeQuestion
 from arpo_megatron.utils.heartbeat import beat
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Judge:
                 self._connect(),
                 model=self._config.model,
                 messages=[
-                    {"role": "system", "content": question.system},
+                    *([{"role": "system", "content": question.system}] if question.system else []),
                     {"role": "user", "content": question.user},
                 ],
                 temperature=0.0,
@@ -280,5 +280,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def read_verdict(reply: str, question: JudgeQuestion) -> str | None:
     """Return the verdict of a reply, the word after the question's code; None if there is none or several differ."""
+    if not question.code:
+        text = reply.lower()
+        negative = any(words in text for words in ("incorrect", "wrong", "not correct"))
+        return None if not text.strip() else CORRECT if "correct" in text and not negative else INCORRECT
     words = re.findall(rf"VERDICT\W+{question.code}\W+([A-Z]+)", reply)
     return words[0] if len(set(words)) == 1 and words[0] in question.verdicts else None

@@ -31,7 +31,7 @@ class JudgeQuestion:
     system: str
     user: str
     code: str
-    """Code without which no verdict counts."""
+    """Code without which no verdict counts; empty: the authors' wording, which has none."""
     verdicts: tuple[str, ...]
     """Words that the judge may choose from."""
 
@@ -50,6 +50,18 @@ def equivalence_question(question: str, truth: str, answer: str) -> JudgeQuestio
     )
     parts = {"question": question, "reference answer": truth, "given answer": _cut(answer, _ANSWER_CHARACTERS)}
     return _question(task, parts, (CORRECT, INCORRECT))
+
+
+def released_question(question: str, truth: str, answer: str) -> JudgeQuestion:
+    """Ask in the words of the authors' evaluation (evaluation/src/llm_evaluator_sds.py of the released code)."""
+    asked = (
+        "Given a Question and its Golden Answer, verify whether the Predicted Answer is correct. The prediction is "
+        "correct if it fully aligns with the meaning and key information of the Golden Answer. Respond with "
+        '"Correct" if the prediction is correct and "Incorrect" otherwise.\n'
+        "Golden Answer may have multiple options, and matching any one of them is considered correct.\n\n"
+        f"Question: {question}\nGolden Answer: {truth}\nPredicted Answer: {answer}\n"
+    )
+    return JudgeQuestion("", asked, "", (CORRECT, INCORRECT))
 
 
 def flaw_question(question: str, truth: str, response: str) -> JudgeQuestion:

@@ -1,6 +1,9 @@
 """Rows of conversations: {"messages": [{"role", "content"}, ...]}, the format of TRL, LLaMA-Factory and OpenAI's
 fine-tuning.
 
+Rows of sharegpt's form are read too, `conversations` with `from` and `value` and perhaps a `system` text: the authors
+of ARPO train on them.
+
 A row may hold `tools` (a list, or a list as JSON text), which the chat template shows to the model. A message may hold
 fields that its template knows (`tool_calls`, `name`, `reasoning_content`, ...). An assistant message with `"train":
 false` or `"weight": 0` is context only. Rows that cannot be trained on are logged and counted.
@@ -18,6 +21,7 @@ from arpo_megatron.utils.table_reader import BadRowError, FileRow, parquet_colum
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = (".jsonl", ".json", ".parquet")
 _KEY = "sft.data="
+_SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +55,15 @@ def conversation_rows(path: Path) -> Iterator[FileRow]:
         yield from read_rows(path, _KEY)
         return
     found = parquet_columns(path, _KEY)
-    if "messages" not in found:
-        raise UserError(f"{_KEY}{path}: no column messages; it has: {', '.join(found)}")
-    for row in read_rows(path, _KEY, columns=("messages", "tools")):
+    if not {"messages", "conversations"} & set(found):
+        raise UserError(f"{_KEY}{path}: no column messages or conversations; it has: {', '.join(found)}")
+    for row in read_rows(path, _KEY, columns=("messages", "conversations", "system", "tools")):
         yield replace(row, found=_without_nulls(row.found))
 
 
 def check_row(row: Any) -> Conversation:
     """Return the conversation of a row. Raises BadRowError if it cannot be trained on."""
-    if not isinstance(row, dict) or "messages" not in row:
-        raise BadRowError('no "messages" list')
-    given = row["messages"]
-    if not isinstance(given, list) or not given:
-        raise BadRowError('no "messages" list, or an empty one')
+    given = _given_messages(row)
     messages, trained = [], []
     for number, message in enumerate(given):
         if not isinstance(message, dict):
@@ -74,6 +74,28 @@ def check_row(row: Any) -> Conversation:
     if not any(trained):
         raise BadRowError("no assistant turn to learn")
     return Conversation(tuple(messages), tuple(trained), _tools(row.get("tools")))
+
+
+def _given_messages(row: Any) -> list[Any]:
+    """Return the messages of a row, those of sharegpt under OpenAI's names."""
+    if not isinstance(row, dict) or not {"messages", "conversations"} & set(row):
+        raise BadRowError('no "messages" or "conversations" list')
+    given = row.get("messages", row.get("conversations"))
+    if not isinstance(given, list) or not given:
+        raise BadRowError("an empty list of messages")
+    messages = [_renamed(message) for message in given]
+    first = messages[0]
+    if (system := row.get("system")) and not (isinstance(first, dict) and first.get("role") == "system"):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _renamed(message: Any) -> Any:
+    """Return sharegpt's `from` and `value` as `role` and `content`; another message as it is."""
+    if not isinstance(message, dict) or "from" not in message or "value" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**rest, "role": _SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,0 +1,23 @@
+"""Cold start of Qwen3 14B on tool-using conversations, before deepsearch_14b.
+
+    arpo sft sft_qwen3_14b model.path=DIR sft.data=FILE.jsonl
+
+Model: Qwen/Qwen3-14B. Data: dongguanting/ARPO-SFT-54K as it is, or other rows with `messages`.
+"""
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.recipes._bases import sft as base
+from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+
+LAYOUTS = {
+    "1node": RecipeLayout(tensor=4, context=2, recompute="none", token_budget=8192),
+    "2nodes": RecipeLayout(tensor=4, data=2, pipeline=2, virtual_pipeline=2, recompute="none"),
+    "4nodes": RecipeLayout(tensor=8, data=4, recompute="none", token_budget=8192),
+    "h200": RecipeLayout(gpu="h200", tensor=4, data=2, recompute="none", token_budget=8192),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
+
+
+def recipe() -> JobConfig:
+    """Train three epochs on one node."""
+    return LAYOUTS["1node"].apply(base("sft_qwen3_14b", "Qwen/Qwen3-14B"))
