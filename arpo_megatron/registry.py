@@ -111,10 +111,21 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"
         for name in (
-            *("aepo", "aepo_reference", "arpo", "arpo_reference", "bapo", "cispo", "dapo", "dots", "eapo"),
-            *("epo", "flow_grpo", "grpo", "grpo_tcr", "gspo", "gui_arpo", "hapo", "hgpo", "hispo", "ipa"),
-            *("loop", "mdpo", "minirl", "random", "rapo", "reinforce_plus_plus"),
-            *("reinforce_plus_plus_baseline", "remix", "rloo", "spear", "xrpo"),
+            *("aepo", "aepo_reference", "arpo", "arpo_reference", "bapo", "cispo", "dapo", "dots", "eapo_partial"),
+            *(
+                "epo",
+                "flow_grpo",
+                "grpo",
+                "grpo_tcr",
+                "gspo",
+                "gui_arpo",
+                "hapo_partial",
+                "hgpo",
+                "hispo",
+                "ipa_partial",
+            ),
+            *("loop", "mdpo", "minirl", "random", "rapo_partial", "reinforce_plus_plus"),
+            *("reinforce_plus_plus_baseline", "remix_partial", "rloo", "spear_partial", "xrpo_partial"),
         )
     },
     ExtensionPoint.REWARD_TERM: {

@@ -2,7 +2,8 @@
 recipe's.
 
 A preset names every component, so nothing of the previous method remains when it replaces one. A preset whose formula
-comes only from public notes, not from its paper or its authors' code, is marked experimental.
+comes only from public notes, not from its paper or its authors' code, is marked experimental. A preset that lacks a
+part of its method ends in `_partial`; docs/reference/algorithms.md says which part.
 """
 
 from collections.abc import Mapping
@@ -149,7 +150,7 @@ HGPO = preset(
     advantage="hgpo",
     params={"hgpo_history": 2, "hgpo_weight": 1.0, "hgpo_discount": 0.95},
 )
-IPA = preset(
+IPA_PARTIAL = preset(
     f"Credit, ratio and mask per chunk of interaction, imitation of successes (ROME, arXiv 2512.24873). {EXPERIMENTAL}",
     advantage="chunks",
     loss="ipa",
@@ -172,7 +173,7 @@ HISPO = preset(
     kl_coefficient=0.0,
     params={"hispo_sequence": 0.05, "hispo_token": 1.0},
 )
-HAPO = preset(
+HAPO_PARTIAL = preset(
     "Bounds and advantages that depend on each token's entropy, the group's mean over tokens (arXiv 2509.16591). By "
     "the authors' code; equation numbers come from public notes, not from the paper.",
     advantage="token_group",
@@ -186,7 +187,7 @@ HAPO = preset(
     reward__terms={"overlong": 1.0},
     params={"hapo_pivot": 0.8, "hapo_clip": 1.0, "hapo_advantage": 1.0},
 )
-RAPO = preset(
+RAPO_PARTIAL = preset(
     "Prunes solved tasks, gives groups with spread the weight of those without, and replays the last success into "
     "failed groups (Fathom, arXiv 2509.24107).",
     selector="unsaturated",
@@ -194,19 +195,19 @@ RAPO = preset(
     replay="success_replay",
     params={"saturated_at": 0.9, "replay_keep": 1, "replay_std_below": 0.05, "replay_mean_below": 0.2},
 )
-REMIX = preset(
+REMIX_PARTIAL = preset(
     "Two fifths of a step are trees of the last two steps, and each token is clipped around the step's policy (ReMix, "
     f"arXiv 2507.06892, its first stage). {EXPERIMENTAL}",
     loss="mix_ppg",
     replay="rollout_replay",
     params={"rollout_share": 0.4, "rollout_age": 2},
 )
-XRPO = preset(
+XRPO_PARTIAL = preset(
     f"Right answers that the policy found unlikely count more (arXiv 2510.06672, advantage sharpening). {EXPERIMENTAL}",
     advantage="xrpo",
     params={"novelty_gain": 2.5, "novelty_limit": 0.5},
 )
-SPEAR = preset(
+SPEAR_PARTIAL = preset(
     "A fading bonus for tool calls (half the paper's weight, because wrong answers earn 0 here instead of -1), replay "
     "of good trajectories against the usual reward, and no gradient for some tokens of high covariance (arXiv "
     "2509.22601). Experimental: the advantage of replayed trajectories comes from public notes.",
@@ -239,7 +240,7 @@ EPO = preset(
     entropy_coefficient=0.0,
     params={"epo_weight": 0.001, "epo_smoothing": 0.1, "epo_low": 0.5, "epo_high": 1.5, "epo_decay": 1.0},
 )
-EAPO = preset(
+EAPO_PARTIAL = preset(
     f"GSPO with a reward that is discounted per round (IterResearch, arXiv 2511.07327). {EXPERIMENTAL}",
     loss="gspo",
     clip_low=3e-4,

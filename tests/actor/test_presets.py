@@ -23,7 +23,7 @@ from tests.actor import cases
 @pytest.mark.parametrize("name", BUILTIN[ExtensionPoint.PRESET])
 def test_preset_trains(name: str) -> None:
     """Two updates, with stored trees where the method has some; the second one's ratios are not 1."""
-    full = {"spear": ["algorithm.params.imitation_capacity=2"]}
+    full = {"spear_partial": ["algorithm.params.imitation_capacity=2"]}
     overrides = [f"algorithm.name={name}", "algorithm.minibatches=2", *full.get(name, [])]
     found = resolve.resolve("quickstart", overrides=overrides)
     config = cases.job(algorithm=found.algorithm)
@@ -39,7 +39,7 @@ def test_preset_trains(name: str) -> None:
     store = make_replay_buffer(found.algorithm)
     if isinstance(store, AddsTrees):
         scored = [store.mix(item, 0) for item in scored]
-        if name != "spear":  # whose weight is 0 in step 0, where a full buffer goes all the same
+        if name != "spear_partial":  # whose weight is 0 in step 0, where a full buffer goes all the same
             store.extra_trees(4, 0)
         stored = store.extra_trees(4, 2)
         assert stored
