@@ -3,7 +3,7 @@ recipe's.
 
 A preset names every component, so nothing of the previous method remains when it replaces one. A preset whose formula
 comes only from public notes, not from its paper or its authors' code, is marked experimental. A preset that lacks a
-part of its method ends in `_partial`; docs/reference/algorithms.md says which part.
+part of its method ends in `_partial`; docs/reference/algorithms.md names it.
 """
 
 from collections.abc import Mapping
