@@ -1,4 +1,4 @@
-"""Try components of your own without a job: rewards, tools, data readers and call protocols.
+"""Try components of your own without a job: rewards, tools, data readers, call protocols and environments.
 
 from arpo_megatron.testing import call_tool, score_texts
 assert call_tool(Convert(), length="3 km").text == "3000"
@@ -16,6 +16,7 @@ from arpo_megatron.config import DataConfig, RewardConfig
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.environments.base import MakeEnvironment, Snapshots, Step, can_fork
 from arpo_megatron.tasks.files.reader import FileTasks, read_tasks
 from arpo_megatron.tasks.protocols.base import CallProtocol, Reading
 from tools_sandbox.answers import ToolResult
@@ -67,3 +68,39 @@ def read_questions(path: Path, **keys: Any) -> FileTasks:
 def read_call(protocol: CallProtocol, text: str, stop: str | None) -> Reading:
     """Return what a call protocol reads from a turn of the model that ended at `stop` (None: at its end)."""
     return asyncio.run(protocol.read_call(text, stop))
+
+
+def play(make: MakeEnvironment, question: str, answer: str, actions: Sequence[str]) -> list[Step]:
+    """Return the steps of actions in an environment, and check that a fork after each of them would continue alike.
+
+    Args:
+        make: the environment's class, or a function that makes one.
+        question: text of the task.
+        answer: expected answer.
+        actions: turns of the model.
+
+    Raises:
+        AssertionError: the state cannot be copied, or a copy continues in another way.
+    """
+    task = Task("task-0", ({"role": "user", "content": question},), answer, "qa", question)
+    first = make()
+    assert can_fork(first), "the environment has neither snapshots nor replay"
+    first.reset(task)
+    steps: list[Step] = []
+    for number, action in enumerate(actions):
+        second = make()
+        second.reset(task)
+        if isinstance(first, Snapshots) and isinstance(second, Snapshots):
+            state = first.snapshot()
+            second.restore(state)
+            assert second.snapshot() == state, f"the snapshot differs after it was restored, before action {number}"
+        else:
+            for earlier, known in zip(actions[:number], steps, strict=True):
+                assert second.step(earlier) == known, f"{earlier!r} has another step when it is replayed"
+        steps.append(first.step(action))
+        assert second.step(action) == steps[-1], f"action {number}, {action!r}, has another step in a copy"
+        second.close()
+        if steps[-1].done:
+            break
+    first.close()
+    return steps

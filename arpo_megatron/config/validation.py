@@ -108,6 +108,8 @@ def _check_limits(config: "JobConfig") -> None:
 def _check_tools(config: "JobConfig") -> None:
     if config.rollout.environment is not None and config.rollout.tools is not None:
         raise ValueError("rollout.environment and rollout.tools exclude each other: an environment has its own actions")
+    if config.rollout.environment is not None and (config.rollout.stop_at_answer or config.evaluation.stop_at_answer):
+        raise ValueError("rollout.environment needs stop_at_answer=false: the environment reads the answer")
     if config.reward.kind == "environment" and config.rollout.environment is None:
         raise ValueError("reward.kind=environment needs rollout.environment=NAME")
     if config.rollout.tools is not None:

@@ -94,6 +94,12 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
             "needs sync.transport=network or ipc",
         ),
         (["engine.deterministic=true", "engine.tensor=2"], "engine.deterministic=true needs engine.tensor=1, not 2"),
+        (
+            ["rollout.environment=sql", "rollout.tools=[python]"],
+            "rollout.environment and rollout.tools exclude each other",
+        ),
+        (["rollout.environment=sql", "rollout.stop_at_answer=true"], "rollout.environment needs stop_at_answer=false"),
+        (["reward.kind=environment"], "reward.kind=environment needs rollout.environment=NAME"),
         (["sync.directory=/shared"], "sync.directory needs sync.transport=disk, not auto"),
         (["rollout.max_staleness=1", "algorithm.sampling_correction=none"], "set algorithm.sampling_correction=tis"),
         (["algorithm.replay=rollout_replay", "algorithm.sampling_correction=none"], "algorithm.replay=rollout_replay"),

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -17,11 +18,13 @@ from rich.console import Console
 
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.serving.chat import chat
 from arpo_megatron.tasks.protocols.base import TextCodec
+from arpo_megatron.tasks.protocols.hermes import HermesProtocol
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
 
@@ -38,6 +41,7 @@ def served(
     *,
     concurrency: int = 4,
     codec: TextCodec = CODEC,
+    limits: RolloutLimits = LIMITS,
 ) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -46,7 +50,7 @@ def served(
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            agent = Agent(session, engine_url, None, tools, LIMITS, codec, lambda messages: messages[-1]["content"])
+            agent = Agent(session, engine_url, None, tools, limits, codec, lambda messages: messages[-1]["content"])
             app = application(Served(agent, "agent", Sampling(), TOKEN, concurrency, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
@@ -85,6 +89,20 @@ def test_answer_has_the_text_of_the_model_and_the_steps_of_its_tools(address: st
         ("python", "2*2", "4", "ok"),
     ]
     assert answer.usage is not None and answer.usage.completion_tokens == len(WRITTEN) + 1  # and its end
+
+
+def test_agent_calls_its_tools_in_the_protocol_of_the_job(scripted_engine: Start, sandbox_url: str) -> None:
+    call = '<tool_call>{"name": "python", "arguments": {"code": "6*7"}}</tool_call>'
+
+    def script(text: str) -> str:
+        return "It is 42." if text.endswith("assistant\n") else call[len(text) - len(PROMPT) :]
+
+    limits = replace(LIMITS, protocol=HermesProtocol())
+    with served(scripted_engine(ScriptedEngine(script)).url, sandbox_url, limits=limits) as url:
+        message = client(url).chat.completions.create(model="agent", messages=QUESTION).choices[0].message
+    assert message.content == f"{call}It is 42."
+    steps: Any = message.model_extra["tool_steps"] if message.model_extra else []
+    assert [(step["name"], step["result"]) for step in steps] == [("python", "42")]
 
 
 def test_stream_has_the_same_text_and_steps_in_their_order(address: str) -> None:

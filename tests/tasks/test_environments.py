@@ -12,6 +12,7 @@ from arpo_megatron.tasks.environments.base import Step, can_fork
 from arpo_megatron.tasks.environments.build import environment_maker, environment_prompt, fork_note
 from arpo_megatron.tasks.environments.scripted_user import ScriptedUser
 from arpo_megatron.tasks.environments.sql import SqlDatabase
+from arpo_megatron.testing import play
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "environments.md"
 SCRIPT = "CREATE TABLE towns (name TEXT, people INTEGER); INSERT INTO towns VALUES ('Aa', 3), ('Bb', 5);"
@@ -95,7 +96,15 @@ def test_listing_of_the_page_is_an_environment() -> None:
     (listing,) = re.findall(r"```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(listing, names)
-    world = names["HigherOrLower"]()
-    assert can_fork(world) and len(world.reset(TASK)) == 2
-    assert [world.step(each).observation for each in ("9", "so", "3")] == ["lower", "higher", "higher"]
-    assert world.step(" 8 ").rewards == {"correct": 1.0}
+    steps = play(names["HigherOrLower"], "Guess.", "8", ["9", "so", "3", " 8 ", "9"])
+    assert [step.observation for step in steps] == ["lower", "higher", "higher", ""]
+    assert steps[-1].done and steps[-1].rewards == {"correct": 1.0}
+
+
+def test_played_actions_are_checked_in_copies() -> None:
+    actions = [sql("INSERT INTO towns VALUES ('Cc', random())"), sql("SELECT sum(people) FROM towns WHERE name < 'C'")]
+    assert play(lambda: SqlDatabase(SCRIPT), "?", "8", actions)[1].observation == "8"
+    with pytest.raises(AssertionError, match="in a copy"):
+        play(lambda: SqlDatabase(SCRIPT), "?", "8", [sql("SELECT random()")])
+    with pytest.raises(AssertionError, match="neither snapshots nor replay"):
+        play(lambda: ScriptedUser(replayable=False), "?", "8", [])
