@@ -1,4 +1,4 @@
-"""`--cluster` of `arpo eval`, `export` and `sft`, and `--then` of `arpo submit`: commands as jobs of their own."""
+"""`--cluster` of `arpo eval`, `export`, `serve` and `sft`, and `--then` of `arpo submit`: jobs of their own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def submit_command(cluster: str, command: str, run: str, *arguments: str, **opti
 
     Args:
         cluster: name or file of the profile.
-        command: `eval` or `export`.
+        command: `eval`, `export` or `serve`.
         run: directory of a run, or the name of a submitted one.
         arguments: further arguments.
         options: options of the command; None and False are left out, True is a flag.

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Overrides, Panel
+from arpo_megatron.cli.jobs import step_model, submit_command
+from arpo_megatron.cli.options import OnCluster, Overrides, Panel
 
 app = typer.Typer()
 
+DEFAULT_PORT = 8751
 TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
 Target = Annotated[str, typer.Argument(metavar="RUN|EXPORT", help="Run directory, or exported Hugging Face directory.")]
 
@@ -22,24 +24,35 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on. One that other machines can reach asks for a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8751,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port; 0: any free one. Default: 8751; in a Slurm job any free one."),
+    ] = None,
     token: Annotated[bool, typer.Option("--token", help="Ask for a token on this machine, too.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Pass requests to the engine; run no tools.")] = False,
     concurrency: Annotated[int, typer.Option(min=1, help="Answers at a time; further requests get 429.")] = 32,
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the plain SGLang and vLLM commands instead, and stop.")
     ] = False,
+    cluster: OnCluster = None,
+    step: Annotated[int | None, typer.Option(help="For a run: its export of this step's checkpoint.")] = None,
 ) -> None:
     """Serve a trained agent with OpenAI's chat protocol: it calls its tools by itself and streams what it writes.
 
-    Prints the address when it answers. The token is read from ARPO_SERVE_TOKEN, or made and printed.
+    Prints the address when it answers. The token is read from ARPO_SERVE_TOKEN, or made and printed. A Slurm job
+    listens on its node's address, asks for a token, and writes both to its log (`arpo logs RUN --role serve`).
     """
+    if cluster is not None:
+        given = {"step": step, "port": port, "plain": plain, "concurrency": concurrency}
+        submit_command(cluster, "serve", target, *(overrides or ()), **given)
+        return
     from arpo_megatron.serving.serve import ServeRequest, plain_commands, plan
     from arpo_megatron.serving.serve import serve as run
     from arpo_megatron.view.server import is_loopback, listen
 
+    model = None if step is None else step_model(target, step, None)
     if print_only:
-        print("\n".join(plain_commands(*plan(target, overrides or ()))))
+        print("\n".join(plain_commands(*plan(target, overrides or (), model))))
         return
     secret = None
     if token or not is_loopback(host):
@@ -48,11 +61,11 @@ def serve(
             typer.echo(f"token: {secret}", err=True)
 
     def bind() -> tuple[socket.socket, str]:
-        listening = listen(host, port)
+        listening = listen(host, DEFAULT_PORT if port is None else port)
         shown = f"[{host}]" if ":" in host else host
         return listening, f"http://{shown}:{listening.getsockname()[1]}"
 
-    run(ServeRequest(target, overrides or (), plain, secret, concurrency), bind)
+    run(ServeRequest(target, overrides or (), plain, secret, concurrency, model), bind)
 
 
 @app.command(rich_help_panel=Panel.EVALUATE)

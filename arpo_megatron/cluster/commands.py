@@ -1,4 +1,4 @@
-"""`arpo eval` and `arpo export` as jobs of their own: one node runs the same command for a run.
+"""`arpo eval`, `arpo export` and `arpo serve` as jobs of their own: one node runs the same command for a run.
 
 The command runs in the container of the profile, with its environment and secrets. A command job takes no lock of the
 run: a run can be resumed while one waits.
@@ -26,10 +26,11 @@ from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.node_layout import NodeLayout
+from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.signals import interrupts_held_back
 
 _EVAL_MEMORY = 0.8
-"""Share of a GPU for an engine of an evaluation, which shares the node with no trainer."""
+"""Share of a GPU for an engine of an evaluation or a server, which shares the node with no trainer."""
 
 
 def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[str], after: Sequence[str] = ()) -> str:
@@ -81,6 +82,8 @@ def run_command(path: Path, profile_path: Path, words: Sequence[str]) -> int:
         read_secrets(profile)
         backend = SlurmBackend(profile, _one_node(config, profile), nodes[:1], run, job_id)
         command = [sys.executable, "-m", "arpo_megatron", *words, *_engine_overrides(words[0], config, profile)]
+        if words[0] == "serve":
+            command += _address_of_server(words, nodes[0], profile)
         with backend.prepared():
             return _run(backend.step(words[0], nodes[:1], 1, backend.python(command), task=SERVICE))
     except UserError as error:
@@ -100,10 +103,16 @@ def _one_node(config: JobConfig, profile: ClusterProfile) -> NodeLayout:
     return NodeLayout(1, profile.gpus_of(config), 1, 1, 0, config.engine.tensor, shared=True)
 
 
+def _address_of_server(words: Sequence[str], node: slurm.Node, profile: ClusterProfile) -> list[str]:
+    """Return the options with which a server listens on its node's address, at a port of the profile."""
+    port = [] if "--port" in words else [f"--port={free_ports(1, node.address, profile.ports)[0]}"]
+    return [f"--host={node.address}", "--token", *port]
+
+
 def _engine_overrides(command: str, config: JobConfig, profile: ClusterProfile) -> list[str]:
-    """Return overrides with which the engines of an evaluation fill the node, whatever the layout of the run was."""
+    """Return overrides with which the engines of an evaluation or a server fill the node, whatever the run's layout."""
     gpus = profile.gpus_of(config)
-    if command != "eval" or not gpus:
+    if command == "export" or not gpus:
         return []
     return [
         "engine.placement=colocated",

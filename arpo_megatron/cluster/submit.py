@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import OWN_VARIABLES, gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
+from arpo_megatron.cluster.dry_run import forecast_lines
 from arpo_megatron.cluster.files_before import FilesBefore
 from arpo_megatron.cluster.mounts import in_container, on_host
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
@@ -111,6 +112,7 @@ def dry_run(submission: Submission) -> str:
         (script,) = home.rglob("*_sbatch.sh")
         text = script.read_text(encoding="utf-8").replace(str(home), str(submission.run.submissions))
     lines = [f"# {line}" for line in [f"node layout: {submission.layout.nodes} node(s)", *submission.layout.describe()]]
+    lines += [f"# {line}" for line in forecast_lines(submission)]
     if (forecast := submission.forecast) is not None:
         share = f"{forecast.peak_bytes / GIB:.1f} of {forecast.hardware.memory / GIB:.1f} GiB"
         lines.append(f"# arpo plan: {share} of a GPU, {forecast.seconds:.0f} s a step")

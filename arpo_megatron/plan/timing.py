@@ -225,26 +225,32 @@ def _forward(config: JobConfig, spec: ModelSpec, hardware: Hardware, packing: Pa
 
 
 def _token_traffic(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Return the seconds per token of a stage's collectives in one pass, none of them overlapped.
+    """Return the seconds per token of a stage's collectives in one pass, none of them overlapped."""
+    sent = layer_traffic(config, spec).values()
+    layers = spec.layers / config.parallel.pipeline
+    return layers * sum(size / _link(ranks, hardware) for size, ranks in sent)
+
+
+def layer_traffic(config: JobConfig, spec: ModelSpec) -> dict[str, tuple[float, int]]:
+    """Return by dimension the bytes that a rank sends per token, layer and pass, and the ranks of its group.
 
     Tensor parallelism: two all-reduces of hidden states per layer and pass (arXiv 1909.08053, section 3), or as many
     gathers and scatters. Context parallelism: keys and values of the other ranks. Experts: dispatch and combine.
     """
     parallel, value = config.parallel, value_bytes(config)
-    layers = spec.layers / parallel.pipeline
     tokens = 1 / parallel.context
-    seconds = 0.0
+    found = {}
     if parallel.tensor > 1:
         share = 2 * (parallel.tensor - 1) / parallel.tensor
-        seconds += 2 * share * spec.hidden * value * tokens / _link(parallel.tensor, hardware)
+        found["tensor"] = 2 * share * spec.hidden * value * tokens, parallel.tensor
     if parallel.context > 1:
         keys = 2 * spec.kv_heads * spec.head_dim / parallel.tensor * value
-        seconds += keys * (1 - tokens) / _link(parallel.tensor * parallel.context, hardware)
+        found["context"] = keys * (1 - tokens), parallel.tensor * parallel.context
     if parallel.expert > 1 and spec.experts is not None:
         away = (parallel.expert - 1) / parallel.expert
         sent = spec.experts.top_k * spec.hidden * value * tokens / parallel.tensor
-        seconds += 2 * away * sent / _link(parallel.expert, hardware)
-    return layers * seconds
+        found["expert"] = 2 * away * sent, parallel.expert
+    return found
 
 
 def _link(ranks: int, hardware: Hardware) -> float:
@@ -253,14 +259,23 @@ def _link(ranks: int, hardware: Hardware) -> float:
 
 
 def _reduction(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
-    """Return the seconds per update to scatter float32 gradients and gather weights, or to all-reduce gradients."""
+    """Return the seconds per update to reduce gradients."""
+    size, ranks = reduction_traffic(config, spec)
+    return size / _link(ranks, hardware)
+
+
+def reduction_traffic(config: JobConfig, spec: ModelSpec) -> tuple[float, int]:
+    """Return the bytes that a rank sends per update, and the ranks of its group.
+
+    It scatters float32 gradients and gathers weights, or all-reduces gradients.
+    """
     parallel = config.parallel
     dense, experts = replica_counts(parallel)
     stages = [stage_parameters(spec, parallel, stage) for stage in range(parallel.pipeline)]
     sent = max(held.dense * (1 - 1 / dense) + held.experts * (1 - 1 / experts) for held in stages)
     back = value_bytes(config) if parallel.distributed_optimizer else MAIN_GRADIENT
     # Groups of both kinds reach over all ranks of a stage.
-    return sent * (MAIN_GRADIENT + back) / _link(dense * parallel.tensor, hardware)
+    return sent * (MAIN_GRADIENT + back), dense * parallel.tensor
 
 
 def _optimizer(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:
@@ -284,13 +299,25 @@ def push_seconds(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> floa
     from their own node. Colocated engines with `sync.transport=network` use gloo, because NCCL refuses two ranks on one
     GPU. With `disk` the weights are written once, and every engine reads them.
     """
-    size, transport = whole_model(spec).total * value_bytes(config), config.sync.transport
-    if transport == "disk":
+    if config.sync.transport == "disk":
+        size = whole_model(spec).total * value_bytes(config)
         return PUSH_OVERHEAD_S + (1 + config.engine.replicas) * size / hardware.filesystem
-    busiest = max(size / config.engine.tensor, size * config.engine.replicas / config.parallel.world_size)
-    if shared(config) and transport == "network":
+    busiest = push_traffic(config, spec)
+    if shared(config) and config.sync.transport == "network":
         return PUSH_OVERHEAD_S + busiest / GLOO_SPEED
+    near = push_is_near(config, hardware)
+    return PUSH_OVERHEAD_S + busiest / ((hardware.link if near else hardware.network) * LINK_SHARE)
+
+
+def push_traffic(config: JobConfig, spec: ModelSpec) -> float:
+    """Return the bytes of a push through the busiest GPU: it receives a shard, or sends its part of all shards."""
+    size = whole_model(spec).total * value_bytes(config)
+    return max(size / config.engine.tensor, size * config.engine.replicas / config.parallel.world_size)
+
+
+def push_is_near(config: JobConfig, hardware: Hardware) -> bool:
+    """Return whether every engine receives from its own node."""
     parallel = config.parallel
     stage = max(parallel.tensor * parallel.context, parallel.expert)  # ranks next to each other; stages lie far apart
     near = parallel.world_size <= hardware.gpus or (parallel.pipeline == 1 and stage <= hardware.gpus)
-    return PUSH_OVERHEAD_S + busiest / ((hardware.link if near and shared(config) else hardware.network) * LINK_SHARE)
+    return near and shared(config)

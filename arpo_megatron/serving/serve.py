@@ -49,11 +49,13 @@ class ServeRequest:
     plain: bool
     token: str | None
     concurrency: int
+    model: str | None = None
+    """Export of a run to serve; None: its newest."""
 
 
-def plan(target: str, overrides: Sequence[str]) -> tuple[EvalTarget, JobConfig]:
+def plan(target: str, overrides: Sequence[str], model: str | None = None) -> tuple[EvalTarget, JobConfig]:
     """Return the model to serve and its config. Raises UserError if there is no model."""
-    found = parse_target(target, None)
+    found = parse_target(target, model)
     if found.kind not in (TargetKind.RUN, TargetKind.MODEL):
         raise UserError(f"{target} cannot be served: name a run directory or a Hugging Face directory")
     return found, eval_config(found, [], Tools.TRAINED, list(overrides))
@@ -98,7 +100,7 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
     Raises:
         UserError, ProcessDiedError: see `agent_services`; also if a service fails for good.
     """
-    target, config = plan(request.target, request.overrides)
+    target, config = plan(request.target, request.overrides, request.model)
     with agent_services(target, config) as (job, ready):
         listening, address = bind()
         print(f"{address}/v1", flush=True)

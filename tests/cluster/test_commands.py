@@ -1,5 +1,8 @@
 """`arpo eval`, `export` and `sft` with --cluster, and `arpo submit --then`: jobs of their own."""
 
+import json
+import re
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,12 @@ from typer.testing import CliRunner
 
 from arpo_megatron.cli.main import app
 from arpo_megatron.cluster import runs
+from arpo_megatron.cluster.commands import _address_of_server
+from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submit import dry_run
 from arpo_megatron.errors import UserError
 from tests.cluster.onebox import Onebox
-from tests.cluster.stand_in import PLAIN, Queue
+from tests.cluster.stand_in import PLAIN, Queue, profile
 
 
 @pytest.fixture
@@ -57,13 +62,25 @@ def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) 
     name = queue.sent[0].run.path.name
     arpo("eval", name, "evaluation.temperature=0", "--step", "3", "--k", "2", "--skip-missing", *place)
     arpo("export", name, "--step", "3", "--out", tmp_path / "out", *place)
-    sft, evaluation, export = queue.sent
+    arpo("serve", name, "engine.max_running_requests=4", "--step", "3", "--concurrency", "4", *place)
+    sft, evaluation, export, served = queue.sent
+    assert served.job_name == f"arpo-{name}-serve"
+    assert " ".join(served.arguments[3:]) == "engine.max_running_requests=4 --step 3 --concurrency 4"
     assert sft.arguments == ("--sft",) and sft.job_name == f"arpo-{name}"
     data = f"--data {Path('data/eval').absolute()}"
     assert " ".join(evaluation.arguments[3:]) == f"evaluation.temperature=0 --k 2 {data} --skip-missing --step 3"
     assert " ".join(export.arguments[3:]) == f"--out {tmp_path / 'out'} --step 3"
     with pytest.raises(UserError, match="--then serve: use eval or export"):
         arpo("submit", "quickstart", *place, "--then", "serve")
+
+
+def test_server_listens_on_its_node_at_a_port_of_the_profile() -> None:
+    ports = (28000, 28100)
+    node = Node("n1", "127.0.0.1")
+    host, token, port = _address_of_server(["serve", "RUN"], node, profile(ports=list(ports)))
+    assert (host, token) == ("--host=127.0.0.1", "--token")
+    assert ports[0] <= int(port.removeprefix("--port=")) <= ports[1]
+    assert _address_of_server(["serve", "RUN", "--port", "9"], node, profile()) == [host, token]
 
 
 @pytest.mark.slurm_campaign
@@ -80,3 +97,31 @@ def test_training_is_followed_by_an_export_and_an_evaluation(box: Onebox) -> Non
     assert ours.read_bytes() == theirs.read_bytes()
     assert list(job.run.rglob("summary.json"))
     assert '"benchmarks"' in box.arpo("logs", str(job.run), "--role", "eval")
+
+
+@pytest.mark.slurm_campaign
+@pytest.mark.timeout(900)
+def test_server_answers_on_its_node_to_callers_with_its_token(box: Onebox) -> None:
+    job = box.submit_run("served", "sft.steps=0", "train.steps=1", "train.tasks_per_step=2")
+    assert job.end() == "COMPLETED", str(job)
+    server = _number(box.arpo("serve", str(job.run), "--step", "1", "--cluster", box.profile("serve")))
+
+    def log() -> str:
+        return "".join(path.read_text() for path in job.run.glob("logs/serve/*.out"))
+
+    address = re.compile(r"^(http://127\.0\.0\.1[12]:\d+/v1)$", re.MULTILINE)
+    job.wait_for("the server", lambda: address.search(log()), dead=True)
+    url, token = address.search(log()), re.search(r"token: (\S+)", log())
+    assert url and token
+    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": "1 + 2"}], "max_tokens": 8}).encode()
+    headers = {"Authorization": f"Bearer {token[1]}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url[1]}/chat/completions", body, headers), timeout=60) as got:
+        assert json.load(got)["choices"]
+    box.slurm("scancel", server)
+    job.wait_for("the end", job.nothing_is_left, dead=True)
+
+
+def _number(output: str) -> str:
+    found = re.search(r": job (\d+),", output)
+    assert found, output
+    return found[1]

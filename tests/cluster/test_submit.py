@@ -20,6 +20,7 @@ from arpo_megatron.cluster.submit import dry_run, prepare_submission, submit_job
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.plan.nodes import resolve_on_nodes
 from tests.cluster.stand_in import PLAIN, Queue, in_chain, profile, submitted
 
 
@@ -148,6 +149,22 @@ def test_requeue_false_disables_slurms_requeue(requeue: bool, tmp_path: Path, mo
     cluster = profile(runs=str(tmp_path), requeue=requeue)
     jobs = submit_jobs(prepare_submission(job, cluster, nodes=1, chain=2))
     assert queue.updates == ([] if requeue else [(f"JobId={job}", "Requeue=0") for job in jobs])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "kinds"), [("deepsearch_32b", 512, ["tensor"]), ("moe_30b_a3b", 512, ["tensor", "expert"])]
+)
+def test_dry_run_on_64_nodes_shows_ports_steps_files_and_bytes(recipe: str, ranks: int, kinds: list[str]) -> None:
+    place = profile(gpu="h100-80", network_gb_s=35)
+    text = dry_run(prepare_submission(resolve_on_nodes(recipe, 64, 8), place, nodes=64))
+    assert "# ports: 6 on node 0, at most 1 on another\n" in text
+    assert f"# srun: 68 steps at a time ({ranks} tasks of the trainer in one)" in text
+    assert f"# files: {ranks + 3} per checkpoint; {ranks} heartbeats every 5 s\n" in text
+    rows = re.findall(r"^#   (\w+) .*? ([\d.]+) GB  (.+?) +([\d.]+) s$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == [*kinds, "gradients", "weight", "checkpoint"]
+    peaks = {"GPU to its node": 450, "GPU to other nodes": 50, "filesystem": 2}
+    for _, size, link, floor in rows:
+        assert float(floor) == pytest.approx(float(size) / peaks[link], abs=0.011)
 
 
 @pytest.fixture

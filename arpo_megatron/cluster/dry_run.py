@@ -1,0 +1,36 @@
+"""Demands of a job on its cluster, for `arpo submit --dry-run`: ports, steps, files, and bytes per link."""
+
+from collections.abc import Iterator
+
+from arpo_megatron.cluster.submission import Submission
+from arpo_megatron.plan.traffic import step_traffic
+from arpo_megatron.utils.heartbeat import interval_s
+
+_SERVICES = 3
+"""Ports of the first node besides its engines and the router: tool service, rollout process, the ranks' rendezvous."""
+_ROUTER = 2
+_METADATA = 3
+"""Files of a checkpoint next to those of the ranks."""
+
+
+def forecast_lines(submission: Submission) -> Iterator[str]:
+    """Yield one line for each demand of the job."""
+    config, layout = submission.config, submission.layout
+    engines, ranks = layout.engines, config.parallel.world_size
+    if engines:
+        router = _ROUTER if engines > 1 else 0
+        most = max((_engines_of(submission, node) for node in range(1, layout.nodes)), default=0)
+        yield f"ports: {_SERVICES + router + _engines_of(submission, 0)} on node 0, at most {most} on another"
+        together = engines + 3 + (engines > 1)
+        yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after doctor and prepare"
+    every = interval_s(config.parallel.collective_timeout_s)
+    yield f"files: {ranks + _METADATA} per checkpoint; {ranks} heartbeats every {every:.0f} s"
+    if submission.forecast is not None and not config.sft_only:
+        yield "bytes per step through the busiest link, and the floor: their time at the link's peak"
+        for item in step_traffic(submission.forecast.config, submission.forecast.hardware):
+            yield f"  {item.name:22}{item.size / 1e9:9.2f} GB  {item.link:19}{item.floor_s:8.2f} s"
+
+
+def _engines_of(submission: Submission, node: int) -> int:
+    layout = submission.layout
+    return sum(layout.place(engine)[0] == node for engine in range(layout.engines))

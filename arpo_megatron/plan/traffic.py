@@ -1,0 +1,49 @@
+"""Bytes of a step through the busiest link of each kind, with the time that they take at its peak."""
+
+import math
+from dataclasses import dataclass
+
+from arpo_megatron.config import JobConfig
+from arpo_megatron.hardware.specs import Hardware
+from arpo_megatron.models.known import load_spec
+from arpo_megatron.plan.fit import trees_of_update
+from arpo_megatron.plan.memory import checkpoint_bytes
+from arpo_megatron.plan.timing import layer_traffic, push_is_near, push_traffic, reduction_traffic
+from arpo_megatron.plan.workload import typical
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one kind of communication."""
+
+    name: str
+    size: float
+    """Bytes per step through one link (of a checkpoint: into the filesystem)."""
+    link: str
+    floor_s: float
+    """Seconds at the peak of the link. No implementation is faster."""
+
+
+def step_traffic(config: JobConfig, hardware: Hardware) -> list[Traffic]:
+    """Return the traffic of a step, and of a checkpoint, in the order of their use."""
+    spec, parallel, work = load_spec(config.model), config.parallel, typical(config)
+    updates = config.algorithm.minibatches
+    own = math.ceil(trees_of_update(config) / parallel.data)
+    tokens = updates * own * work.packing(config.train.token_budget, nested=parallel.nested_packs).computed
+    passes = 1 + (3 if parallel.recompute == "full" else 2)  # old log-probs, then the update
+    layers = spec.layers / parallel.pipeline
+    found = [
+        _through(f"{name} parallelism", layers * passes * tokens * size, ranks <= hardware.gpus, hardware)
+        for name, (size, ranks) in layer_traffic(config, spec).items()
+    ]
+    size, ranks = reduction_traffic(config, spec)
+    found.append(_through("gradients and weights", updates * size, ranks <= hardware.gpus, hardware))
+    found.append(_through("weight push", push_traffic(config, spec), push_is_near(config, hardware), hardware))
+    saved = checkpoint_bytes(config, spec)
+    return [*found, Traffic("checkpoint", saved, "filesystem", saved / hardware.filesystem)]
+
+
+def _through(name: str, size: float, near: bool, hardware: Hardware) -> Traffic:
+    if near:
+        return Traffic(name, size, "GPU to its node", size / hardware.link)
+    return Traffic(name, size, "GPU to other nodes", size / hardware.network)

@@ -1,0 +1,30 @@
+"""Bytes per step through the links, next to the seconds that a plan expects."""
+
+import pytest
+
+from arpo_megatron.jobs import resolve
+from arpo_megatron.plan import GPUS, plan
+from arpo_megatron.plan.traffic import step_traffic
+
+H100 = GPUS["h100-80"]
+
+
+@pytest.mark.parametrize("recipe", ["deepsearch_14b+1node", "deepsearch_32b+16nodes", "moe_30b_a3b+split"])
+def test_no_phase_of_a_plan_is_faster_than_its_floor(recipe: str) -> None:
+    job = resolve.resolve(recipe)
+    found, floors = plan(job, H100), {item.name: item.floor_s for item in step_traffic(job, H100)}
+    assert floors["gradients and weights"] < found.step_seconds["gradient_reduction"]
+    assert floors["weight push"] < found.step_seconds["weight_push"]
+    inside = sum(seconds for name, seconds in floors.items() if name.endswith("parallelism"))
+    assert inside < found.step_seconds["forward_backward"] + found.step_seconds["old_logprobs"]
+
+
+def test_tensor_parallel_bytes_are_those_of_two_all_reduces_per_layer_and_pass() -> None:
+    """In a ring all-reduce each of 8 ranks sends 2 x 7/8 of a bfloat16 hidden state; recomputation makes 4 passes."""
+    job = resolve.resolve("deepsearch_32b+4nodes")
+    (tensor, gradients, push, saved) = step_traffic(job, H100)
+    own = plan(job, H100).tokens / job.parallel.data  # nested packs compute every token once
+    assert tensor.size == pytest.approx(64 * 4 * 2 * 2 * 7 / 8 * 5120 * 2 * own, rel=0.01)
+    assert (tensor.link, gradients.link, push.link) == ("GPU to its node", "GPU to other nodes", "GPU to its node")
+    assert push.size == pytest.approx(2 * plan(job, H100).parameters / 8)
+    assert saved.size == 14 * plan(job, H100).parameters
