@@ -90,5 +90,4 @@ FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1, "engine.m
 copies of the weights in FP8 stay on the GPU, so engines get less of it."""
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
-"""Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects; not for models with
-normed heads."""
+"""Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects."""

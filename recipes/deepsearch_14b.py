@@ -8,7 +8,7 @@ Model: Qwen/Qwen3-14B, after its cold start (sft_qwen3_14b). Data: dongguanting/
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=4, data=2, token_budget=8192, engine=8),
@@ -20,7 +20,7 @@ LAYOUTS = {
     "h200": RecipeLayout(gpu="h200", tensor=2, data=4, token_budget=8192, engine=8, memory_fraction=0.4),
     "split": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

@@ -16,6 +16,9 @@ class EngineConfig:
     """Number of engines, each with a copy of the model. A tree stays on one engine."""
     tensor: Positive = 1
     """Tensor-parallel GPUs per engine."""
+    expert: Positive = 1
+    """Expert-parallel groups among an engine's GPUs, for a mixture of experts: each group holds a part of the experts,
+    and the GPUs of a group divide each expert."""
     router: Literal["auto", "sglang", "none"] = "auto"
     """How trees are assigned to engines. `sglang`: by SGLang's router, the least busy engine first. `none`: by a hash
     of the tree's task. `auto`: by the router if it is installed and there are several engines."""
@@ -31,8 +34,9 @@ class EngineConfig:
     """`colocated`: engines share the trainer's GPUs and release their memory while it trains. `split`: engines have
     their own GPUs. `auto`: split if there are enough GPUs, and on a CPU."""
     quantization: Literal["none", "fp8"] = "none"
-    """`fp8`, on a GPU: the engine quantizes the weights that it receives, with one scale per row. The sampling policy
-    then differs from the trained one by the rounding."""
+    """`fp8`: engines hold the weights of the layers' products in FP8, with a scale for each block of 128 x 128. The
+    trainer quantizes them when it pushes. The sampling policy differs from the trained one by the rounding. On a CPU
+    products in FP8 are emulated."""
     deterministic: bool = False
     """On a GPU: use kernels whose result for a request does not depend on the rest of the batch; slower."""
     startup_timeout_s: PositiveFloat = 300.0

@@ -53,7 +53,7 @@ def check_job(config: "JobConfig") -> None:
             f"engine.deterministic=true needs engine.tensor=1, not {config.engine.tensor}: the engine's collectives "
             "would add in another order than the trainer's"
         )
-    _check_engine_fp8(config)
+    _check_engine(config)
     if config.algorithm.router_replay != "none" and config.engine.router == "sglang":
         raise ValueError(
             "algorithm.router_replay=rollout needs engine.router=auto or none: SGLang's router hides expert routes"
@@ -247,15 +247,17 @@ def _check_fp8(config: "JobConfig") -> None:
         raise ValueError(f"model.fp8={model.fp8} needs model.dtype=bfloat16, not {model.dtype}")
 
 
-def _check_engine_fp8(config: "JobConfig") -> None:
+def _check_engine(config: "JobConfig") -> None:
+    if config.engine.tensor % config.engine.expert:
+        raise ValueError(
+            f"engine.tensor={config.engine.tensor} is not a multiple of engine.expert={config.engine.expert}"
+        )
     if config.engine.quantization == "none":
         return
     if config.model.dtype != "bfloat16":
         raise ValueError(f"engine.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}")
-    if config.platform == "cpu":
-        raise ValueError("engine.quantization=fp8 needs a GPU, but platform=cpu")
     if config.sync.transport == "disk":
-        raise ValueError("engine.quantization=fp8 needs sync.transport=network or ipc: SGLang does not quantize files")
+        raise ValueError("engine.quantization=fp8 needs sync.transport=network or ipc: files are not quantized")
 
 
 def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, ffn: int) -> None:
@@ -271,11 +273,15 @@ def check_fp8_widths(fp8: "Fp8Recipe", *, hidden: int, queries: int, keys: int, 
     Raises:
         ValueError: one of them is not the multiple that the products need.
     """
-    multiple = FP8_FEATURES[fp8]
     fused = {"hidden size": hidden, "query width": queries, "query, key and value width": queries + 2 * keys}
-    for name, width in {**fused, "MLP width": ffn}.items():
+    check_multiples(f"model.fp8={fp8}: the", "of a rank", fused | {"MLP width": ffn}, FP8_FEATURES[fp8])
+
+
+def check_multiples(before: str, after: str, widths: Mapping[str, int], multiple: int) -> None:
+    """Raise ValueError if a width is not a multiple, in words between `before` and `after` the width's name."""
+    for name, width in widths.items():
         if width % multiple:
-            raise ValueError(f"model.fp8={fp8}: the {name} of a rank ({width}) is not a multiple of {multiple}")
+            raise ValueError(f"{before} {name} {after} ({width}) is not a multiple of {multiple}")
 
 
 def check_fp8_layers(model: "ModelConfig", layers: int, parallel: "ParallelConfig") -> None:

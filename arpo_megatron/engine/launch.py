@@ -5,6 +5,7 @@ first, even by kill -9, the server kills the group itself (see `engine.server.ma
 """
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import requests
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.options import extra_options
 from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
-from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE, HEALTH_PATH
+from arpo_megatron.engine.wire.endpoints import AWAIT_PUSH_VARIABLE, ENGINE_TOKEN_VARIABLE, HEALTH_PATH
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT, process_environment, trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
@@ -32,6 +33,22 @@ from arpo_megatron.utils.temporary import TemporaryFolder
 
 SCRATCH_PREFIX = "arpo-scratch-"
 """Name prefix of folders with sockets and other short-lived files. The process that starts their user locks them."""
+
+FP8_OPTIONS: Mapping[str, object] = MappingProxyType(
+    {
+        "quantization": "fp8",
+        "json-model-override-args": json.dumps(
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "activation_scheme": "dynamic",
+                    "weight_block_size": [128, 128],
+                }
+            }
+        ),
+    }
+)
+"""SGLang's options for parameters in FP8 with a scale for each block, as if the model's files were quantized."""
 
 _FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health check's generation is the warm-up
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
@@ -272,6 +289,12 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
     }
     if engine.max_total_tokens is not None:
         options["max-total-tokens"] = engine.max_total_tokens
+    if engine.expert > 1:
+        options["ep-size"] = engine.expert
+    if engine.quantization == "fp8":
+        # SGLang cannot quantize by blocks itself. The weights, bytes and scales, come with the first push; the gate
+        # stays closed until then.
+        options |= {**FP8_OPTIONS, "load-format": "dummy"}
     if not placement.gpus:
         # Without sleep-on-idle, an idle scheduler spins on a core that the trainer needs.
         return options | {"device": "cpu", "attention-backend": "torch_native", "sleep-on-idle": None}
@@ -281,9 +304,6 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
         options["attention-backend"] = engine.attention_backend
     elif dtype == "float32":
         options["attention-backend"] = "triton"  # the other backends support half precision only
-    if engine.quantization != "none":
-        # With this load format SGLang also quantizes the weights of a push.
-        options |= {"quantization": engine.quantization, "load-format": "flash_rl"}
     if placement.shared:
         options["enable-memory-saver"] = None  # lets the trainer borrow the memory
     if engine.deterministic:
@@ -308,6 +328,7 @@ def _environment(scratch: Path, placement: Placement, engine: EngineConfig, host
     environment[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
+    environment[AWAIT_PUSH_VARIABLE] = "1" if engine.quantization != "none" else ""
     # Answers come in one piece: of customized_info (entropies) sglang 0.5.12 keeps only the last piece's values.
     environment["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31 - 1)
     environment.update(process_environment("auto" if placement.gpus else "cpu"))

@@ -219,7 +219,7 @@ def _train(job: Job) -> None:
     run = job.run
     _check_stop(run)
     job.progress.phase("start engine and tools")
-    with services(job, start_model(job.config, run, "train")) as ready:
+    with services(job, start_model(job.config, run, "train"), pushes=True) as ready:
         _check_stop(run)
         run_trainer(job, "arpo_megatron.train", env=ready.environment)
         if run.steps_done < job.config.train.steps:  # otherwise it was asked to end during the export, and is done

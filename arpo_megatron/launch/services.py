@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import trainer_environment
@@ -55,13 +55,14 @@ class Job:
 
 
 @contextmanager
-def services(job: Job, model: Path, *, rollouts: bool = True) -> Iterator[Services]:
+def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = False) -> Iterator[Services]:
     """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
         job: the job.
         model: Hugging Face directory.
         rollouts: start the rollout process, too.
+        pushes: a trainer will push weights. Otherwise engines serve the files of `model` and quantize nothing.
 
     Raises:
         UserError: no model at `model`, or the config wants a router that is not installed.
@@ -70,7 +71,8 @@ def services(job: Job, model: Path, *, rollouts: bool = True) -> Iterator[Servic
     config, run, supervisor, backend = job.config, job.run, job.supervisor, job.backend
     hang_timeout_s, token = config.engine.hang_timeout_s, secrets.token_urlsafe(32)
     with backend.scratch() as scratch, supervisor.serving(run, restarts=config.engine.restarts):
-        engines = [_engine(job, model, index, scratch, token) for index in range(config.engine.replicas)]
+        sizes = config.engine if pushes else replace(config.engine, quantization="none")
+        engines = [_engine(job, model, sizes, index, scratch, token) for index in range(sizes.replicas)]
         (port,) = backend.ports("sandbox", 1)
         sandbox_token = _sandbox_token()
         sandbox = sandbox_service(run, port, sandbox_token, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
@@ -118,12 +120,12 @@ def _sandbox_token() -> str:
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
 
 
-def _engine(job: Job, model: Path, index: int, scratch: Path, token: str) -> ServiceSpec:
+def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Path, token: str) -> ServiceSpec:
     config, backend, role = job.config, job.backend, f"engine-{index}"
     name = "engine" if config.engine.replicas == 1 else role
     spec = engine_service(
         model,
-        config.engine,
+        sizes,
         dtype=config.model.dtype,
         seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
         log_path=job.run.logs / f"{name}.log",

@@ -43,6 +43,8 @@ class Row:
     """How the tensors are divided and combined."""
     copy: bool = False
     """The last pipeline stage's copy of a parameter that another row names: loaded, but never exported."""
+    product: bool = False
+    """The weights of a matrix product within a layer, which FP8 engines quantize; not the router's."""
 
 
 _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -68,11 +70,13 @@ _COMMON = (
             _HF_ATTENTION + "v_proj.weight": ("keys", "hidden"),
         },
         Layout.GROUPS,
+        product=True,
     ),
     Row(
         (_ATTENTION + "linear_proj.weight",),
         {_HF_ATTENTION + "o_proj.weight": ("hidden", "queries")},
         Layout.COLUMNS,
+        product=True,
     ),
     Row(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
@@ -90,11 +94,13 @@ _MLP = (
         (_LAYER + "mlp.linear_fc1.weight",),
         {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
         Layout.ROWS,
+        product=True,
     ),
     Row(
         (_LAYER + "mlp.linear_fc2.weight",),
         {_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
         Layout.COLUMNS,
+        product=True,
     ),
 )
 _MIXTURE = (
@@ -103,11 +109,13 @@ _MIXTURE = (
         (_EXPERTS + "local_experts.{expert}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{expert}"),
         {_HF_EXPERT + "gate_proj.weight": ("ffn", "hidden"), _HF_EXPERT + "up_proj.weight": ("ffn", "hidden")},
         Layout.ROWS,
+        product=True,
     ),
     Row(
         (_EXPERTS + "local_experts.{expert}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{expert}"),
         {_HF_EXPERT + "down_proj.weight": ("hidden", "ffn")},
         Layout.COLUMNS,
+        product=True,
     ),
 )
 _QKV_BIAS = Row(
@@ -185,6 +193,8 @@ class Entry:
     """Number of the expert; None for parameters that all tokens use."""
     copy: bool
     """See `Row.copy`."""
+    product: bool
+    """See `Row.product`."""
 
     def piece(self, size: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, ...]:
         """Return the index of a tensor-parallel rank's part in a Hugging Face tensor of shape `size`."""
@@ -240,7 +250,7 @@ def entries(spec: ModelSpec) -> list[Entry]:
         numbers = {"layer": layer, "expert": expert}
         hf = {name.format(**numbers): tuple(size[dim] for dim in dims) for name, dims in row.hf.items()}
         names = tuple(name.format(**numbers) for name in row.megatron)
-        return Entry(names, hf, row.layout, spec.kv_heads, layer, expert, row.copy)
+        return Entry(names, hf, row.layout, spec.kv_heads, layer, expert, row.copy, row.product)
 
     def of_layer(row: Row, layer: int) -> Iterator[Entry]:
         if "{expert}" not in row.megatron[0]:

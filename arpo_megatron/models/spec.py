@@ -130,23 +130,38 @@ class ModelSpec:
         except ValueError as error:
             raise UserError(str(error)) from None
 
-    def check_engine(self, engine: EngineConfig) -> None:
-        """Raise UserError if SGLang cannot quantize the weights that it receives.
+    def check_engine(self, engine: EngineConfig, parallel: ParallelConfig) -> None:
+        """Raise UserError if engines cannot hold the model, or the trainer cannot quantize its part of it.
 
-        Its loader for pushed weights (`flash_rl` of 0.5.18) would also quantize the norms of queries and keys and the
-        router and experts of a mixture, without keeping their scales. Ranks beyond the number of key/value heads hold
-        copies of heads, whose scales it would divide.
+        A rank, on either side, must hold whole blocks of FP8 weights. SGLang refuses other sizes when it starts. Ranks
+        beyond the number of key/value heads would hold copies of heads.
         """
-        if engine.quantization != "none" and engine.tensor > self.kv_heads:
+        if engine.expert > 1 and (self.experts is None or self.experts.count % engine.expert):
+            count = "none" if self.experts is None else self.experts.count
+            raise UserError(f"engine.expert={engine.expert} cannot divide the model's experts: it has {count}")
+        if engine.quantization == "none":
+            return
+        if engine.tensor > self.kv_heads:
             raise UserError(
                 f"engine.quantization={engine.quantization} needs engine.tensor <= {self.kv_heads}, the model's "
                 f"key/value heads, not {engine.tensor}"
             )
-        if engine.quantization != "none" and (self.qk_norm or self.experts is not None):
-            raise UserError(
-                f"engine.quantization={engine.quantization} is not possible with a {self.family} model: SGLang would "
-                "quantize weights that it keeps no scale for"
-            )
+        dense = self.experts is None
+        for side, tensor, expert_tensor in (
+            ("engine", engine.tensor, engine.tensor // engine.expert),
+            ("trainer", parallel.tensor, parallel.expert_tensor),
+        ):
+            widths = {
+                "hidden size": self.hidden,
+                "query width": self.heads * self.head_dim // tensor,
+                "head size": self.head_dim,
+                "MLP width": self.ffn // (tensor if dense else expert_tensor),
+            }
+            try:
+                validation.check_multiples("engine.quantization=fp8: the", f"of {side} ranks", widths, 128)
+            except ValueError as error:
+                more = "" if dense or side == "trainer" else f"; engine.expert={engine.tensor} divides no expert"
+                raise UserError(f"{error}{more}") from None
 
     def check_replay(self, algorithm: AlgorithmConfig) -> None:
         """Raise UserError if the job replays expert routes and the model has no experts."""

@@ -201,7 +201,7 @@ def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unf
         spec.check_fp8(config.model, config.parallel)
         spec.check_replay(config.algorithm)
         if not config.sft_only:
-            spec.check_engine(config.engine)
+            spec.check_engine(config.engine, config.parallel)
     except UserError as error:
         return conflict(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, inside
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.engine.wire.devices import device_name, host_name
-from arpo_megatron.models.mapping import Layout
-from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.weights.reshard import TrainerShard, boxes_in, pushed, tensor_types
+from arpo_megatron.models.mapping import Entry, Layout
+from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, block_scales, quantized
+from arpo_megatron.weights.reshard import TrainerShard, boxes_in, tensor_types
 from arpo_megatron.weights.shards import LocalParameters
 
 
@@ -24,14 +24,19 @@ class LocalShard:
     shard: TrainerShard
     """Description for the plan."""
     types: Mapping[str, TensorType]
-    """All tensors of the model."""
+    """All tensors of a push."""
     parts: Mapping[str, Mapping[Box, Tensor]]
-    """Views of the parameters, by tensor and by their place in it."""
+    """Views of the parameters, by tensor and by their place in it. Those of tensors that are pushed in FP8, and of
+    their scales, are the weights themselves: they are quantized when they are sent."""
     device: torch.device
 
     @classmethod
-    def of(cls, chunks: Sequence[nn.Module], spec: ModelSpec) -> Self:
+    def of(cls, chunks: Sequence[nn.Module], table: Sequence[Entry]) -> Self:
         """Find the parts in this rank's model chunks, wrapped or not.
+
+        Args:
+            chunks: the model chunks.
+            table: result of `reshard.pushed`.
 
         Raises:
             ValueError: a parameter has not the shape that the plan will expect.
@@ -42,36 +47,55 @@ class LocalShard:
         expert = mp.get_expert_tensor_parallel_rank(), mp.get_expert_tensor_parallel_world_size()
         held: list[int] = []
         parts: dict[str, dict[Box, Tensor]] = {}
-        for index, entry in enumerate(pushed(spec)):
+        for index, entry in enumerate(table):
             if (found := local.find(entry)) is None:
                 continue
             held.append(index)
             rank = tensor if entry.expert is None else expert
+            weights = table[index - 1] if next(iter(entry.hf)).endswith(SCALES) else entry
             views = [
                 view
-                for part in entry.parts(found[1].detach(), rank[1])
+                for part in weights.parts(found[1].detach(), rank[1])
                 for view in (part if entry.layout is Layout.GROUPS else [part])
             ]
             for (name, box), view in zip(boxes_in(entry, rank), views, strict=True):
-                if tuple(view.shape) != tuple(last - first for first, last in box):
+                of_weights = _weights_of(name, box)
+                if tuple(view.shape) != tuple(last - first for first, last in of_weights):
                     raise ValueError(f"{found[0]} holds {tuple(view.shape)} where the plan expects {name}{list(box)}")
                 parts.setdefault(name, {})[box] = view
         one = next(iter(local.parameters.values()))
         shard = TrainerShard(device_name(one.device), host_name(), tensor, expert, tuple(held))
-        return cls(shard, tensor_types(spec, one.dtype), parts, one.device)
+        return cls(shard, tensor_types(table, one.dtype), parts, one.device)
 
     def view(self, piece: Piece) -> Tensor:
-        """Return the values of a piece, which lies in one of this rank's parts."""
+        """Return the values of a piece, which lies in one of this rank's parts: a view of it, or FP8 made of it."""
         for box, part in self.parts[piece.name].items():
             if all(first <= a and b <= last for (a, b), (first, last) in zip(piece.box, box, strict=True)):
-                return inside(part, box, piece.box)
+                return self._values(piece.name, part, box, piece.box)
         raise KeyError(f"this rank does not hold {piece.name}{list(piece.box)}")
 
     def checksum(self, name: str, sample: Sample, mine: Callable[[Box], bool]) -> int:
         """Return the sum over this rank's parts of a sample that are `mine`; sums of all ranks add up modulo 2^64."""
         whole, total = self.types[name].meta(), 0
+        unit = BLOCK if self.types[name].torch_dtype == FP8 else 1
         for box, part in self.parts.get(name, {}).items():
-            if mine(box):
-                piece = sample.piece_in(part, inside(whole, self.types[name].whole, box))
+            first = max(box[0][0], sample.first // unit * unit)
+            last = min(box[0][1], -(-sample.last // unit) * unit)
+            if mine(box) and first < last:
+                rows: Box = ((first, last), *box[1:])
+                values = self._values(name, part, box, rows)
+                piece = sample.piece_in(values, inside(whole, self.types[name].whole, rows))
                 total += 0 if piece is None else piece.checksum
         return total % 2**64
+
+    def _values(self, name: str, part: Tensor, held: Box, box: Box) -> Tensor:
+        """Return the values `box` of a tensor, from the part that has its place at `held`."""
+        weights = inside(part, _weights_of(name, held), _weights_of(name, box))
+        if name.endswith(SCALES):
+            return block_scales(weights)
+        return quantized(weights) if self.types[name].torch_dtype == FP8 else weights
+
+
+def _weights_of(name: str, box: Box) -> Box:
+    """Return the weights that a box of scales belongs to; any other box as it is."""
+    return tuple((a * BLOCK, b * BLOCK) for a, b in box) if name.endswith(SCALES) else box

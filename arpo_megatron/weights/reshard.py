@@ -17,6 +17,7 @@ import torch
 from arpo_megatron.engine.wire.boxes import Box, EngineShard, Message, Piece, TensorType, intersect, size
 from arpo_megatron.models.mapping import Entry, Layout, entries
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, with_scales
 
 ALONE_BYTES = 2**20
 """A piece of at least this size travels alone, so that no side must copy it if it is contiguous there."""
@@ -36,18 +37,29 @@ class TrainerShard:
     expert_tensor: tuple[int, int]
     """The same for experts."""
     entries: tuple[int, ...]
-    """Indices of its parameters in `pushed(spec)`."""
+    """Indices of its parameters in the table of a push."""
 
 
-def pushed(spec: ModelSpec) -> list[Entry]:
-    """Return the entries whose tensors a push brings."""
-    return [entry for entry in entries(spec) if not entry.copy]
+def pushed(spec: ModelSpec, *, fp8: bool = False) -> list[Entry]:
+    """Return the entries whose tensors a push brings, to engines that hold their products in FP8 or as they are."""
+    table = [entry for entry in entries(spec) if not entry.copy]
+    return with_scales(table) if fp8 else table
 
 
-def tensor_types(spec: ModelSpec, dtype: torch.dtype) -> dict[str, TensorType]:
-    """Return shape and dtype of every tensor of a push by name."""
-    name = str(dtype).removeprefix("torch.")
-    return {hf: TensorType(shape, name) for entry in pushed(spec) for hf, shape in entry.hf.items()}
+def tensor_types(table: Sequence[Entry], dtype: torch.dtype) -> dict[str, TensorType]:
+    """Return shape and dtype of every tensor of a push by name.
+
+    Args:
+        table: result of `pushed`.
+        dtype: number format of the trainer's parameters.
+    """
+    names = {name for entry in table for name in entry.hf}
+
+    def kind(name: str) -> torch.dtype:
+        return torch.float32 if name.endswith(SCALES) else FP8 if name + SCALES in names else dtype
+
+    shapes = {name: shape for entry in table for name, shape in entry.hf.items()}
+    return {name: TensorType(shape, str(kind(name)).removeprefix("torch.")) for name, shape in shapes.items()}
 
 
 def byte_size(kind: TensorType) -> int:
@@ -74,9 +86,8 @@ def boxes_in(entry: Entry, tensor: tuple[int, int]) -> list[tuple[str, Box]]:
     return found
 
 
-def owners(spec: ModelSpec, trainers: Sequence[TrainerShard]) -> dict[str, dict[Box, list[int]]]:
-    """Return, for each tensor, its boxes on the trainer's side and the ranks that hold each."""
-    table = pushed(spec)
+def owners(table: Sequence[Entry], trainers: Sequence[TrainerShard]) -> dict[str, dict[Box, list[int]]]:
+    """Return, for each tensor of a push, its boxes on the trainer's side and the ranks that hold each."""
     found: dict[str, dict[Box, list[int]]] = {name: {} for entry in table for name in entry.hf}
     alike: dict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
     for rank, shard in enumerate(trainers):
@@ -104,7 +115,7 @@ def plan_rounds(
         trainers: by rank.
         engines: the ranks of all engines, one engine after the other.
         types: every tensor of the model.
-        bucket_bytes: most bytes that a process handles in a round, unless a single row has more.
+        bucket_bytes: most bytes that a process handles in a round, unless a single row (of FP8 blocks) has more.
         places: for each engine rank the process that holds its bucket: the trainer rank that hands it over, or a
             number of its own beyond the trainer's ranks.
 
@@ -124,7 +135,7 @@ def plan_rounds(
                         continue
                     found += size(common)
                     sender = min(ranks, key=lambda rank: (_distance(trainers[rank], engine), sent[rank], rank))
-                    pieces = list(_pieces(name, at, common, kind.torch_dtype.itemsize, bucket_bytes))
+                    pieces = list(_pieces(name, at, common, kind, bucket_bytes))
                     sent[sender] += sum(piece.bytes for piece in pieces)
                     queues[receiver].setdefault(sender, deque()).extend(pieces)
                 if found != size(box):
@@ -161,11 +172,12 @@ def _next_round(queues: list[dict[int, deque[Piece]]], places: Sequence[int], bu
     return tuple(messages)
 
 
-def _pieces(name: str, at: int, box: Box, itemsize: int, limit: int) -> Iterator[Piece]:
-    """Divide a box into blocks of rows of at most `limit` bytes."""
+def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Iterator[Piece]:
+    """Divide a box into pieces of at most `limit` bytes: some rows, in FP8 with whole blocks."""
     (first, last), *others = box
-    row = size(tuple(others)) * itemsize
-    step = max(1, limit // row)
+    row = size(tuple(others)) * kind.torch_dtype.itemsize
+    unit = BLOCK if kind.torch_dtype == FP8 else 1
+    step = max(1, limit // (unit * row)) * unit
     for start in range(first, last, step):
         stop = min(last, start + step)
         yield Piece(name, at, ((start, stop), *others), (stop - start) * row)

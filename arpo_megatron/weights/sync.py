@@ -62,7 +62,7 @@ class PushReport:
     seconds: float
     """Wall time from begin to commit, or to the comparison of checksums."""
     bytes: int
-    """Bytes of all tensors of the model."""
+    """Bytes of all tensors of the push."""
     verified: tuple[str, ...]
     """Names of the tensors whose checksums were compared."""
     probe_tokens: int
@@ -80,8 +80,8 @@ class PushSettings:
     verify_every: int = 20
     """Pushes from one verification to the next. 0 verifies only pushes to engines that no whole push has reached since
     their start or since a failed push."""
-    comparable: bool = True
-    """The engines hold the trainer's bits. False if they quantize them; checksums are then not compared."""
+    fp8: bool = False
+    """The engines hold the weights of their layers' products in FP8, and the trainer quantizes them."""
     lent: bool = False
     """Engines lend their memory to the trainer between pushes."""
     directory: Path = Path("sync")
@@ -94,7 +94,7 @@ class PushSettings:
             kind=config.sync.transport,
             bucket_bytes=config.sync.bucket_bytes,
             verify_every=config.sync.verify_every,
-            comparable=config.engine.quantization == "none",
+            fp8=config.engine.quantization == "fp8",
             lent=placement(config).shared,
             directory=_directory(config.sync.directory, run),
         )
@@ -127,7 +127,8 @@ class WeightSync:
         self._spec = spec
         self._settings = settings
         self._note = note
-        self._local = LocalShard.of(chunks, spec)
+        self._table = reshard.pushed(spec, fp8=settings.fp8)
+        self._local = LocalShard.of(chunks, self._table)
         self._trainers: list[TrainerShard] = []
         self._owners: dict[str, dict[Box, list[int]]] = {}
         self._rounds: Sequence[Round] = ()
@@ -180,7 +181,7 @@ class WeightSync:
         except BaseException:
             self._disconnect()  # trainer and engines may disagree about what has been sent
             raise
-        verified = self._verify(version) if verify and self._settings.comparable else ()
+        verified = self._verify(version) if verify else ()
         self._reached, self._since_verified = engines, 1 if verify else self._since_verified + 1
         return PushReport(
             seconds=time.monotonic() - started,
@@ -220,13 +221,13 @@ class WeightSync:
             buckets = partial(hf_buckets, self._chunks, self._spec, settings.bucket_bytes)
             self._transport = Disk(control, self._requests, buckets, settings.directory)
             self._trainers = control.gather(local.shard)
-            self._owners = reshard.owners(self._spec, self._trainers)
+            self._owners = reshard.owners(self._table, self._trainers)
             self._transport.connect(Exchange("", engines, (), ()))
             return
-        together = [list(entry.hf) for entry in reshard.pushed(self._spec)]
+        together = [list(entry.hf) for entry in self._table]
         layouts = control.on_rank_zero(lambda: self._requests.layouts(local.types, together))
         self._trainers = control.gather(local.shard)
-        self._owners = reshard.owners(self._spec, self._trainers)
+        self._owners = reshard.owners(self._table, self._trainers)
         held = [shard for engine in layouts for shard in engine]
         kind, reason = choose(settings.kind, self._trainers, held, on_gpu=local.device.type == "cuda")
         if control.rank == 0:

@@ -88,7 +88,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
         (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
         (["engine.quantization=fp8"], "engine.quantization=fp8 needs model.dtype=bfloat16, not float32"),
-        (["engine.quantization=fp8", "model.dtype=bfloat16", "platform=cpu"], "needs a GPU, but platform=cpu"),
+        (["engine.tensor=2", "engine.expert=4"], "engine.tensor=2 is not a multiple of engine.expert=4"),
         (
             ["engine.quantization=fp8", "model.dtype=bfloat16", "sync.transport=disk"],
             "needs sync.transport=network or ipc",

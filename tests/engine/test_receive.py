@@ -97,14 +97,10 @@ def pieces_of(held: dict[str, list[Box]]) -> list[Piece]:
     return found
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_pieces_equal_loading_the_whole_tensor(quantized: bool) -> None:
-    """An engine that quantizes holds whole tensors, and loads those of a parameter together."""
+def test_pieces_equal_loading_the_whole_tensor() -> None:
     model, expected, loaded = Loader(), Loader(), list[list[str]]()
-    names = ["gate", "up", "rows", "columns", "cast", "transposed", *(["scaled"] if quantized else [])]
+    names = ["gate", "up", "rows", "columns", "cast", "transposed"]
     types, together = shapes(*names), [["gate", "up"], *([name] for name in names[2:])]
-    if quantized:
-        model.quant_config = object()  # type: ignore[assignment]  # as SGLang's models have it
     parameters, load = EngineParameters(model, types, together), model.load_weights
 
     def recording(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -128,7 +124,7 @@ def test_pieces_equal_loading_the_whole_tensor(quantized: bool) -> None:
     parameters.end()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name)), name
-    assert loaded == (together if quantized else [["transposed"]])
+    assert loaded == [["transposed"]]
 
 
 def test_plan_must_bring_everything_once() -> None:

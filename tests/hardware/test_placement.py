@@ -69,7 +69,6 @@ def not_installed(package: str) -> str:
         (["model.fp8=current"], 0, "transformer-engine 2.11.0, but transformer-engine is not installed: pip install"),
         (["model.fp8=current"], 1, "needs Transformer Engine"),
         (["model.transformer_impl=transformer_engine", "model.dtype=bfloat16"], 1, "needs Transformer Engine: pip"),
-        (["engine.quantization=fp8", "model.dtype=bfloat16"], 0, "needs a GPU, but torch finds none"),
         (
             ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
             0,

@@ -53,7 +53,7 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         ("deepsearch_14b", ["parallel.pipeline=16", "parallel.tensor=1", "parallel.sequence=false",
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
-        ("deepsearch_14b", ["engine.quantization=fp8"], "h100-80", "not possible with a qwen3 model"),
+        ("moe_30b_a3b+fp8_engine", ["engine.expert=1"], "h100-80", "engine.expert=4 divides no expert"),
         ("deepsearch_32b+8nodes", [], "h100-80", "unknown variant"),
         ("moe_30b_a3b", ["parallel.expert=3", "parallel.data=6"], "h100-80", "experts (128) cannot be divided"),
         ("deepsearch_32b+1node", ["optimizer.offload=false"], "h100-80", "needs"),

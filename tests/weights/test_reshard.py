@@ -40,8 +40,8 @@ def cases(draw: st.DrawFn) -> Case:
 def planned(
     spec: ModelSpec, trainers: list[TrainerShard], engines: list[EngineShard], bucket: int, places: list[int]
 ) -> list[Round]:
-    types = tensor_types(spec, DTYPE)
-    return plan_rounds(owners(spec, trainers), trainers, engines, types, bucket, places)
+    types = tensor_types(pushed(spec), DTYPE)
+    return plan_rounds(owners(pushed(spec), trainers), trainers, engines, types, bucket, places)
 
 
 @given(cases())
@@ -53,10 +53,10 @@ def test_every_engine_element_comes_once_from_a_rank_that_has_it(
     carried = carried and len(near) == len(engines)
     places = carriers(trainers, engines) if carried else [len(trainers) + rank for rank in range(len(engines))]
     rounds = planned(spec, trainers, engines, bucket, places)
-    held = owners(spec, trainers)
+    held = owners(pushed(spec), trainers)
     arriving: dict[tuple[int, str, int], list[Box]] = defaultdict(list)
     received: Counter[int] = Counter()
-    widest = max(prod(kind.shape[1:]) * 2 for kind in tensor_types(spec, DTYPE).values())
+    widest = max(prod(kind.shape[1:]) * 2 for kind in tensor_types(pushed(spec), DTYPE).values())
     for turn in rounds:
         handled: Counter[int] = Counter()
         for message in turn:
@@ -89,7 +89,7 @@ def test_replicas_share_the_sending(data: int, replicas: int, tensor: int) -> No
     small = spec.__class__(**{**{name: getattr(spec, name) for name in spec.__slots__}, "layers": 2})
     everything = tuple(range(len(pushed(small))))
     trainers = [TrainerShard(f"t{rank}", f"t{rank}", (0, 1), (0, 1), everything) for rank in range(data)]
-    whole = {name: [kind.whole] for name, kind in tensor_types(small, DTYPE).items()}
+    whole = {name: [kind.whole] for name, kind in tensor_types(pushed(small), DTYPE).items()}
     engines = [EngineShard(f"e{rank}", f"e{rank}", whole) for rank in range(replicas * tensor)]
     bucket = 2**26
     rounds = planned(small, trainers, engines, bucket, [data + rank for rank in range(len(engines))])
@@ -97,7 +97,7 @@ def test_replicas_share_the_sending(data: int, replicas: int, tensor: int) -> No
     for turn in rounds:
         for message in turn:
             sent[message.sender] += message.bytes
-    largest = max(2 * prod(kind.shape) for kind in tensor_types(small, DTYPE).values())
+    largest = max(2 * prod(kind.shape) for kind in tensor_types(pushed(small), DTYPE).values())
     assert max(sent.values()) - min(sent.values()) <= largest
     assert sum(sent.values()) == len(engines) * hf_bytes(small, 2)
 
@@ -107,9 +107,11 @@ def test_boxes_of_all_trainer_ranks_cover_the_model(
     case: Case,
 ) -> None:
     spec, trainers, *_ = case
-    for name, boxes in owners(spec, trainers).items():
-        assert sum(map(size, boxes)) == prod(tensor_types(spec, DTYPE)[name].shape)
-    assert {name for entry in pushed(spec) for name, _ in boxes_in(entry, (0, 1))} == set(tensor_types(spec, DTYPE))
+    for name, boxes in owners(pushed(spec), trainers).items():
+        assert sum(map(size, boxes)) == prod(tensor_types(pushed(spec), DTYPE)[name].shape)
+    assert {name for entry in pushed(spec) for name, _ in boxes_in(entry, (0, 1))} == set(
+        tensor_types(pushed(spec), DTYPE)
+    )
 
 
 def test_nearest_rank_sends() -> None:

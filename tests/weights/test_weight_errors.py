@@ -12,6 +12,7 @@ from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import check_inputs
+from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec, MoESpec, RopeScaling
 from tests.models.tiny_models import LLAMA3_ROPE, make
 
@@ -75,19 +76,38 @@ def test_unsupported_mixtures_are_refused(tmp_path: Path, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("case", "possible"), [("llama", True), ("qwen2", True), ("qwen3", False), ("qwen3moe", False)]
+    ("hub_id", "engine", "trainer", "message"),
+    [
+        ("Qwen/Qwen3-14B", {"tensor": 4}, {"tensor": 8}, ""),
+        ("Qwen/Qwen3-30B-A3B", {"tensor": 4, "expert": 4}, {"data": 8, "expert": 8}, ""),
+        (
+            "Qwen/Qwen2.5-3B-Instruct",
+            {"tensor": 4},
+            {},
+            r"needs engine\.tensor <= 2, the model's key/value heads, not 4",
+        ),
+        (
+            *("Qwen/Qwen3-30B-A3B", {"tensor": 4}, {"data": 8, "expert": 8}),
+            r"MLP width of engine ranks \(192\) is not a multiple of 128; engine\.expert=4 divides no expert",
+        ),
+        ("Qwen/Qwen2.5-7B-Instruct", {}, {"tensor": 8}, r"query width of trainer ranks \(448\)"),
+        (
+            "Qwen/Qwen3-8B",
+            {"tensor": 2, "expert": 2},
+            {},
+            r"engine\.expert=2 cannot divide the model's experts: it has none",
+        ),
+    ],
 )
-def test_quantized_engine_is_refused_for_norms_and_experts(tmp_path: Path, case: str, possible: bool) -> None:
-    make(tmp_path, case)
-    spec = ModelSpec.from_hf(tmp_path)
-    spec.check_engine(EngineConfig())
-    if possible:
-        spec.check_engine(EngineConfig(quantization="fp8", tensor=2))
-        with pytest.raises(UserError, match=r"needs engine\.tensor <= 2, the model's key/value heads, not 4"):
-            spec.check_engine(EngineConfig(quantization="fp8", tensor=4))
-    else:
-        with pytest.raises(UserError, match=r"engine\.quantization=fp8 is not possible with a qwen3"):
-            spec.check_engine(EngineConfig(quantization="fp8"))
+def test_quantized_engine_needs_whole_blocks_on_both_sides(
+    hub_id: str, engine: dict[str, int], trainer: dict[str, int], message: str
+) -> None:
+    spec, sizes, parallel = KNOWN_MODELS[hub_id], EngineConfig(quantization="fp8", **engine), ParallelConfig(**trainer)
+    if not message:
+        spec.check_engine(sizes, parallel)
+        return
+    with pytest.raises(UserError, match=message):
+        spec.check_engine(sizes, parallel)
 
 
 def test_path_without_a_model_is_named(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.trainer.push import probe_pack
 from arpo_megatron.weights.control import Control
-from arpo_megatron.weights.export import export_hf
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, PushSettings, WeightSync, probe_gap
 
 PUSH_GOAL = 0.6
@@ -96,8 +95,8 @@ class Pair:
     spec: ModelSpec
     engine: EngineHandle
     admin: TimedEngineAdmin
-    comparable: bool
-    """The engine holds the trainer's bits."""
+    quantization: Quantization
+    """How the engine holds weights."""
     sync: WeightSync | None = None
     """The trainer's end of pushes, with `admin` for its requests."""
     bucket_bytes: int = 0
@@ -130,7 +129,7 @@ class Pair:
         if self.sync is None or self.bucket_bytes != bucket_bytes:
             if self.sync is not None:
                 self.sync.close()
-            settings = PushSettings("ipc", bucket_bytes, verify_every=0, comparable=self.comparable)
+            settings = PushSettings("ipc", bucket_bytes, verify_every=0, fp8=self.quantization == "fp8")
             self.admin, self.bucket_bytes = TimedEngineAdmin(self.engine.url), bucket_bytes
             self.sync = WeightSync(Control(None), self.admin, self.chunks, self.spec, settings)
         return self.sync
@@ -142,10 +141,7 @@ class PushBench:
 
     engines: RandomEngines
     """Source of the models' directories, the engines' sizes and logs."""
-    bfloat16: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
-    """Model whose engine holds the trainer's weights."""
-    fp8: ModelSpec = KNOWN_MODELS["Qwen/Qwen2.5-7B-Instruct"]
-    """Model whose engine quantizes the weights (not a Qwen3: `ModelSpec.check_engine`)."""
+    spec: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
     buckets_mb: tuple[int, ...] = BUCKETS_MB
     """Values of `sync.bucket_mb`, the default first."""
     repeats: int = 5
@@ -172,31 +168,26 @@ class PushBench:
         layout, engines = ParallelConfig(), self.engines
         if not torch.distributed.is_initialized():
             parallel.initialize(layout, seed=1)
-        spec = self.bfloat16 if quantization == "none" else self.fp8
-        chunks = build_chunks(spec, layout, DTYPES[engines.dtype])
-        path, options = engines.folder(spec), DUMMY
-        if quantization != "none":  # a loader that quantizes pushed weights has to read a file first
-            export_hf(chunks, spec, path, path / "exported")
-            path, options = path / "exported", {}
+        chunks = build_chunks(self.spec, layout, DTYPES[engines.dtype])
         collect()
         reset_peak()  # the engine sizes its pool by the free memory
         engine = launch_engine(
-            path,
+            engines.folder(self.spec),
             replace(engines.sizes, quantization=quantization),
             dtype=engines.dtype,
             seed=1,
             log_path=engines.logs / "engines.log",
             placement=first_gpu(shared=True),
-            options=options,
+            options=DUMMY,
         )
         admin = TimedEngineAdmin(engine.url)
-        return Pair(chunks, spec, engine, admin, quantization == "none")
+        return Pair(chunks, self.spec, engine, admin, quantization)
 
     def measure_push(self, quantization: Quantization) -> Figures:
         """Measure pushes with each bucket size."""
         copied = copies_per_s()
         pair = self.pair(quantization)
-        # The first push is verified, with checksums if the engine holds the trainer's bits.
+        # The first push is verified with checksums.
         first = pair.push(_bytes(self.buckets_mb[0]), probe=True)
         figures: Figures = {
             "engine_startup_s": round(pair.engine.startup_s, 1),

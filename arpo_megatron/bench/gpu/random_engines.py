@@ -23,7 +23,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.bench.gpu.measure import timed
 from arpo_megatron.bench.tool_calling_model import OTHERS, sums, tool_calling_tokenizer
 from arpo_megatron.config import EngineConfig
-from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.engine.launch import FP8_OPTIONS, EngineHandle, launch_engine
 from arpo_megatron.engine.server.entropy import WITHOUT_ENTROPY
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.models.spec import ModelSpec
@@ -86,7 +86,7 @@ class RandomEngines:
     def _start(self, kind: EngineKind) -> EngineHandle:
         options = dict(DUMMY)
         if kind.quantization != "none":
-            options["quantization"] = kind.quantization
+            options |= FP8_OPTIONS  # not through `sizes`: such an engine would wait for a push
         with _without_entropy() if not kind.entropy else ExitStack():
             engine = launch_engine(
                 self.folder(kind.spec),

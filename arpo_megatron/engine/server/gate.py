@@ -2,7 +2,8 @@
 
 An interrupted push leaves a mixture of weights, so the gate stays closed (HTTP 503) until a whole push has arrived,
 from any trainer. An engine that has lent its memory to the trainer also stays closed until a push, because the memory
-comes back without weights. Three endpoints are added to SGLang's server:
+comes back without weights. An FP8 engine starts closed: its weights come with the first push. Three endpoints are added
+to SGLang's server:
 
     GET  /health/arpo                                      -> 200 while scheduler and detokenizer work
     POST /arpo/begin_push  {"version": N, "timeout_s": s}  -> {"ranks": n, "incarnation": "..."}
@@ -41,6 +42,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arpo_megatron.engine.wire.endpoints import (
+    AWAIT_PUSH_VARIABLE,
     BEGIN_PUSH_PATH,
     COMMIT_PUSH_PATH,
     ENGINE_TOKEN_VARIABLE,
@@ -90,7 +92,7 @@ class PushGate:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._incarnation = uuid.uuid4().hex
-        self._closed: str | None = None
+        self._closed = "the engine waits for its first weights" if os.environ.get(AWAIT_PUSH_VARIABLE) else None
         """Why the gate is closed; None while it is open."""
         self._push: _Push | None = None
         self._running = 0

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from arpo_megatron.engine.server import cpu, entropy, gate
+from arpo_megatron.engine.server import cpu, entropy, fp8_on_cpu, gate
 from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import bind_to_parent, watch_parent
@@ -87,6 +87,7 @@ def _prepare_process() -> None:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         cpu.install_stubs()
         cpu.register_hooks()
+        fp8_on_cpu.register_hooks()
     from arpo_megatron.engine.server import checksums, receive, stream
 
     _keep_files_in_scratch()

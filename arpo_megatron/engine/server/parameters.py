@@ -78,15 +78,13 @@ class EngineParameters:
         self.types = types
         self.device = next(model.parameters()).device
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-        quantized = getattr(model, "quant_config", None) is not None  # the loader computes with every tensor
-        asked = {} if quantized else {name: (kind.shape, kind.torch_dtype) for name, kind in types.items()}
-        copies = find_copies(model, asked)
+        copies = find_copies(model, {name: (kind.shape, kind.torch_dtype) for name, kind in types.items()})
         for name, of_name in copies.items():
             boxes = [(box_of(view, types[name].shape), values.detach()) for values, view in of_name]
             if boxes and all(box is not None and values.shape == _shape(box) for box, values in boxes):
                 self._parts[name] = [(box, values) for box, values in boxes if box is not None]
         # Without a copy, the rank does not hold the tensor.
-        computed = set(types) if quantized else {name for name in copies if copies[name] and name not in self._parts}
+        computed = {name for name in copies if copies[name] and name not in self._parts}
         self._computed = [[name for name in names if name in computed] for names in together]
         """Tensors that the loader computes with, by parameter."""
         self._whole: dict[str, Tensor] = {}
@@ -105,7 +103,13 @@ class EngineParameters:
         return found
 
     def check_cover(self, pieces: Sequence[Piece]) -> None:
-        """Check a plan for this rank. Raises ValueError: a part is left out, or arrives twice, or lies outside."""
+        """Check a plan for this rank.
+
+        Raises:
+            ValueError: a part is left out, or arrives twice, or lies outside, or FP8 weights would be cast.
+        """
+        for name, held in self._parts.items():
+            _check_formats(name, self.types[name].torch_dtype, [values.dtype for _, values in held])
         arriving: dict[tuple[str, int], list[Box]] = {}
         for piece in pieces:
             arriving.setdefault((piece.name, piece.at), []).append(piece.box)
@@ -161,6 +165,12 @@ class EngineParameters:
             kind = self.types[piece.name]
             self._whole[piece.name] = torch.empty(kind.shape, dtype=kind.torch_dtype, device=self.device)
         return inside(self._whole[piece.name], self.types[piece.name].whole, piece.box)
+
+
+def _check_formats(name: str, sent: torch.dtype, held: Sequence[torch.dtype]) -> None:
+    """Raise ValueError if FP8 weights would be cast: their scales belong to one format."""
+    if wrong := [each for each in held if each != sent and 1 in (each.itemsize, sent.itemsize)]:
+        raise ValueError(f"the engine holds {name} in {wrong[0]}, but the trainer sends {sent}")
 
 
 def _shape(box: Box | None) -> tuple[int, ...] | None:

@@ -4,8 +4,8 @@ SGLang's own ways take whole tensors and leave the division to each rank. Here a
 it holds, gets a plan, and receives exactly those boxes. The requests travel in two that SGLang has: actions of its
 weight checker, which every rank answers, and the start of an exchange in `update_weights_from_distributed`.
 
-A rank writes each piece straight into its parameter. Tensors that SGLang's loader computes with (an engine that
-quantizes) are held whole until all tensors of their parameter have arrived, and then loaded.
+A rank writes each piece straight into its parameter. Tensors that SGLang's loader computes with are held whole until
+all tensors of their parameter have arrived, and then loaded.
 """
 
 import json

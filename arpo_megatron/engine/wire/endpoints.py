@@ -3,6 +3,10 @@
 ENGINE_TOKEN_VARIABLE = "ARPO_ENGINE_TOKEN"  # noqa: S105  (the name, not a token)
 """Environment variable of engines, router and trainer that holds the bearer token of requests to engines."""
 
+AWAIT_PUSH_VARIABLE = "ARPO_AWAIT_PUSH"
+"""Environment variable of engines. Any value: the engine starts without weights and refuses to generate until a push.
+"""
+
 HEALTH_PATH = "/health/arpo"
 """Health probe that generates nothing. SGLang lets paths below /health pass without a token."""
 
