@@ -18,10 +18,11 @@ from arpo_megatron.trainer.metrics import (
     Logprobs,
     age_metrics,
     count_entropy,
+    fork_chance,
     sampling_gap,
     update_metrics,
 )
-from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree import BranchRecord, Role, RolloutTree
 
 STATS = UpdateStats.of(
     PolicyStats.of(ratio=torch.ones(3), log_ratio=torch.zeros(3), entropies=torch.ones(3)).sums,
@@ -123,3 +124,14 @@ def test_mean_entropy_leaves_out_skipped_updates() -> None:
     count_entropy(totals, [dataclasses.replace(STATS, entropy_mean=float("nan"), skipped=True)])
     count_entropy(totals, [dataclasses.replace(STATS, entropy_mean=0.5)])
     assert totals == {"entropy": 2.0, "entropy_steps": 2}
+
+
+def test_fork_chance_is_the_mean_over_measured_fork_points() -> None:
+    tree = RolloutTree("task", [1, 2])
+    call = tree.add(0, Role.MODEL, [3])
+    tool = tree.add(call, Role.TOOL, [4])
+    for chance in (0.2, None, 0.6):
+        record = None if chance is None else BranchRecord(dH=0.0, probability=chance, draw=0.5, why="draw")
+        tree.add(tool, Role.MODEL, [5], branch=record)
+    assert fork_chance([tree]) == pytest.approx(0.4)
+    assert np.isnan(fork_chance([]))
