@@ -10,7 +10,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -97,7 +97,25 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Refuses to set attributes of classes and functions, which would change this process.
+
+    Only the unpickler that is written in Python can be given another operation.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def _set_attributes(self) -> None:
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+        set_attributes: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+        set_attributes(self)
+
+    dispatch[pickle.BUILD[0]] = _set_attributes
+
+
+class _MetadataUnpickler(_Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         is_format = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_format or (module_name, global_name) in _CLASSES:
@@ -145,7 +163,7 @@ def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:
             raise _refusal(name, " ".join(str(error).split())) from None
 
 
-class _ModuleStateUnpickler(pickle.Unpickler):
+class _ModuleStateUnpickler(_Unpickler):
     """Refuses what `get_extra_state` of Transformer Engine does not write. Its result is not used."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:

@@ -76,6 +76,21 @@ def test_code_in_a_checkpoint_is_refused(tmp_path: Path, hide: Callable[[Path, C
     assert not mark.exists()
 
 
+def test_checkpoint_cannot_change_classes(tmp_path: Path) -> None:
+    """Allowed names alone would let it replace `PosixPath.__fspath__`, and so redirect what this process writes."""
+    actor = new_actor()
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    cases.save(actor, checkpoint)
+    content = (checkpoint / ".metadata").read_bytes()
+    attack = b"cpathlib\nPosixPath\nN}X\x0a\x00\x00\x00__fspath__ctorch.serialization\n_get_layout\ns\x86b0"
+    (checkpoint / ".metadata").write_bytes(content[:2] + attack + content[2:])
+    before = Path.__fspath__
+    with pytest.raises(UserError, match="it changes"):
+        actor.load(checkpoint)
+    assert Path.__fspath__ is before
+    assert "__fspath__" not in vars(type(checkpoint))
+
+
 FP8_STATE = zlib.decompress(
     base64.b85decode(
         r"c-qyKL2uJA6vxvfYqge5gK<HV&`zkkR4eM*?gW~qffRMXcF6@<ZsIn9#7P`ytcXe7Vbg|uo4N4;_!xW?4qTA<0!SQqPS#Bw8=PmU"

@@ -176,6 +176,29 @@ def test_files_of_machine_are_unreachable(walled: tuple[SandboxClient, Any]) -> 
         assert not Path(place).exists() or "/proc/" in place
 
 
+def test_modes_and_times_of_machine_stay(walled: tuple[SandboxClient, Any], tmp_path: Path) -> None:
+    """Landlock does not cover them, so that at `process` only the filter does."""
+    client, service = walled
+    file = tmp_path / "file"
+    file.touch(0o600)
+    os.utime(file, (1, 1))
+    user = service.zygote().uids().real
+    for path in (tmp_path, file):
+        os.chown(path, user, user)
+    code = f"""
+import os
+for path in ({str(file)!r}, {str(tmp_path)!r}, os.path.dirname(os.getcwd())):
+    for change in (lambda: os.chmod(path, 0), lambda: os.utime(path), lambda: os.chown(path, -1, os.getgid())):
+        try: change()
+        except OSError: pass
+print('tried')
+"""
+    assert client.call("python", {"code": code}).text == "tried"
+    left = file.stat()
+    assert (left.st_mode & 0o777, left.st_mtime, left.st_uid) == (0o600, 1, user)
+    assert client.call("python", {"code": "6 * 7"}).text == "42"
+
+
 def test_numerical_libraries_work_inside(walled: tuple[SandboxClient, Any]) -> None:
     client, _ = walled
     assert client.call("python", {"code": "import numpy as np; int((np.eye(3) @ np.ones(3)).sum())"}).text == "3"

@@ -83,6 +83,8 @@ def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLim
             outcome = replace(outcome, text=f"{outcome.text}\n{note}")
         with contextlib.suppress(OSError):  # the service has gone
             connection.sendall(outcome.encode())
+            if groups is None:  # else the slot is free again when what is left no longer counts in its group
+                connection.shutdown(socket.SHUT_WR)
 
 
 def _run_call(

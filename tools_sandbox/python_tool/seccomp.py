@@ -100,8 +100,14 @@ _PRCTL = (1, 2, 3, 15, 16, 21, 23, 30, 38, 39, 40, 0x53564D41)
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032, 5, 6, 7)
 _FADVICE = (0, 1, 2, 5)
 """NORMAL, RANDOM, SEQUENTIAL, NOREUSE. WILLNEED fills the machine's page cache, DONTNEED evicts it for everyone."""
-_REFUSED_MADVICE = (12, 20, 21)
-"""MERGEABLE shares pages with other processes. COLD and PAGEOUT also evict the page cache of files."""
+_REFUSED_MADVICE = (3, 12, 20, 21, 22)
+"""WILLNEED and POPULATE_READ fill the machine's page cache. MERGEABLE shares pages with other processes. COLD and
+PAGEOUT also evict the page cache of files."""
+_FLUSHES = ("fsync", "fdatasync", "sync_file_range")
+_CHANGES_OF_FILES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("utime", "utimes", "utimensat", "futimesat"),
+)
 _MAP_HUGETLB = 0x40000
 _SHARED_ANONYMOUS = 0x21
 _MSG_OOB = 1
@@ -111,6 +117,8 @@ _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 _LOAD, _AND, _EQUAL, _GREATER, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NOTHING_DONE = _ERRNO | 0
+"""The call reports success, and the kernel does nothing."""
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 
 
@@ -134,10 +142,12 @@ def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
         # The x32 numbering of x86_64 also lies above the last known number.
         *_returning(_op(_GREATER, _LAST_KNOWN, 0, 1), _ERRNO | errno.ENOSYS),
     ]
+    allowed = {name: int(numbers[column]) for name, *numbers in map(_fields, _ALLOWED.split()) if numbers[column]}
+    checked = allowed | {name: numbers[column] for name, numbers in _CHECKED.items()}
     for name, check in (_checks() | (_checks_among_others() if among_others else {})).items():
-        code += [_op(_EQUAL, _CHECKED[name][column], 0, len(check)), *check]
-    numbers = sorted(int(entry.split(":")[1 + column] or -1) for entry in _ALLOWED.split())
-    for low, high in _ranges([number for number in numbers if number >= 0]):
+        if name in checked:  # else the architecture does not have the call
+            code += [_op(_EQUAL, checked[name], 0, len(check)), *check]
+    for low, high in _ranges(sorted(allowed.values())):
         code += [
             _op(_GREATER, high, 3, 0),
             _op(_AT_LEAST, low, 0, 1),
@@ -145,6 +155,10 @@ def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
             _op(_RETURN, _ERRNO | errno.EPERM),
         ]
     return b"".join([*code, _op(_RETURN, _ERRNO | errno.EPERM)])
+
+
+def _fields(entry: str) -> list[str]:
+    return entry.split(":")
 
 
 def _checks() -> dict[str, list[bytes]]:
@@ -187,12 +201,14 @@ def _checks() -> dict[str, list[bytes]]:
         "recvfrom": _without_flags(3, _MSG_OOB),
         "recvmsg": _without_flags(2, _MSG_OOB),
         "recvmmsg": _without_flags(3, _MSG_OOB),
+        # Each would flush the disk of the machine, also for a file that is only read. Nothing of a call must last.
+        **{name: [_op(_RETURN, _NOTHING_DONE)] for name in _FLUSHES},
     }
 
 
 def _checks_among_others() -> dict[str, list[bytes]]:
     allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
-    nothing_done = [_op(_RETURN, _ERRNO | 0)]  # success: programs that create a session also work without one
+    nothing_done = [_op(_RETURN, _NOTHING_DONE)]  # programs that create a session also work without one
     own = [_argument(0), _op(_EQUAL, 0, 0, 1), allow, refuse]
     # Larger numbers are the CPU clocks of other processes.
     clocks = [_argument(0), _op(_GREATER, 0x7FFFFFFF, 0, 1), refuse, allow]
@@ -210,6 +226,8 @@ def _checks_among_others() -> dict[str, list[bytes]]:
         "clock_gettime": clocks,
         "clock_nanosleep": clocks,
         "timer_create": clocks,
+        # Landlock has no right for these, so they would reach every file of the user.
+        **dict.fromkeys(_CHANGES_OF_FILES, nothing_done),
     }
 
 
