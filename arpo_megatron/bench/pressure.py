@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
@@ -57,6 +55,8 @@ class PressureRun:
     """Prompt tokens that the engine computed."""
     given: int = 0
     """Tokens of prompts and tool results, each once."""
+    recomputed: int = 0
+    """Tokens among them that were computed for the same path before; only admission counts them."""
     suspended: int = 0
     """How often a path had to wait in its middle."""
     margin: float = 0.0
@@ -72,6 +72,8 @@ class PressureRun:
         self.requests += counts.requests
         self.computed += counts.prefilled_tokens
         self.given += report.stats.given_tokens
+        self.suspended += counts.suspended
+        self.recomputed += counts.tokens_recomputed
 
 
 def bench_pressure(*, progress: bool) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def bench_pressure(*, progress: bool) -> dict[str, Any]:
         log = Path(folder) / "engine.log"
         codec = TokenizerCodec(model)
         with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
-            need = asyncio.run(_step(engine.url, codec, 0, admitted=True))[0].stats.unique_tokens
+            need = asyncio.run(_need(engine.url, codec))
         small = replace(ENGINE, max_total_tokens=need // POOL_SHARE)
         with launch_engine(model, small, dtype="float32", seed=SEED, log_path=log) as engine:
             runs = asyncio.run(_alternate(engine.url, codec, STEPS, progress=progress))
@@ -97,36 +99,43 @@ def bench_pressure(*, progress: bool) -> dict[str, Any]:
     }
 
 
+async def _need(url: str, codec: TokenizerCodec) -> int:
+    async with EngineClient(url) as client:
+        return (await _step(client, codec, 0, None)).stats.unique_tokens
+
+
 async def _alternate(url: str, codec: TokenizerCodec, steps: int, *, progress: bool) -> dict[str, PressureRun]:
-    runs = {"independent": PressureRun(), "admission": PressureRun()}
-    for step in range(1, steps + 1):
-        for name, run in runs.items():
-            began = time.monotonic()
-            report, gate = await _step(url, codec, step, admitted=name == "admission")
-            run.add(report, time.monotonic() - began)
-            if gate is not None:
-                run.suspended, run.margin = run.suspended + gate.figures().suspended, gate.figures().margin
-            if progress:
-                print(f"pressure, step {step}, {name}: {asdict(run)}", file=sys.stderr)
-    return runs
+    free, held = PressureRun(), PressureRun()
+    streams = streams_entropies()
+    async with EngineClient(url) as plain, EngineClient(url, streams=streams) as client, AdmissionGate(client) as gate:
+        for step in range(1, steps + 1):
+            for run, engine, admission in ((free, plain, None), (held, client, gate)):
+                began = time.monotonic()
+                gate.flushed()
+                report = await _step(engine, codec, step, admission)
+                run.add(report, time.monotonic() - began)
+                if progress:
+                    name = "independent" if admission is None else "admission"
+                    print(f"pressure, step {step}, {name}: {asdict(run)}", file=sys.stderr)
+        held.margin = gate.figures().margin
+    return {"independent": free, "admission": held}
 
 
 async def _step(
-    url: str, codec: TokenizerCodec, step: int, *, admitted: bool
-) -> tuple[RolloutReport, AdmissionGate | None]:
+    client: EngineClient, codec: TokenizerCodec, step: int, admission: AdmissionGate | None
+) -> RolloutReport:
     """Grow the trees of one step from an empty cache."""
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/flush_cache") as flushed:
-        flushed.raise_for_status()
+    await client.pause()
+    client.resume(0)
     policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
     tools = SimulatedTools(TOOL_S, LATENCIES["lognormal"], " ".join(f"w{n}" for n in range(RESULT_WORDS)))
     settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
-    async with EngineClient(url, streams=admitted and streams_entropies()) as client, AdmissionGate(client) as gate:
-        pool = new_pool(client, tools, codec, policy, SEED, gate if admitted else None)
-        pool.start(start([_task(step, n) for n in range(TASKS)], step=step, version=0, settings=settings))
-        try:
-            return await pool.collect(CollectTrees(PURPOSE)), gate if admitted else None
-        finally:
-            await pool.close()
+    pool = new_pool(client, tools, codec, policy, SEED, admission)
+    pool.start(start([_task(step, n) for n in range(TASKS)], step=step, version=0, settings=settings))
+    try:
+        return await pool.collect(CollectTrees(PURPOSE))
+    finally:
+        await pool.close()
 
 
 def _task(step: int, number: int) -> Task:

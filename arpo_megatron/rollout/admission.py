@@ -25,8 +25,9 @@ from arpo_megatron.engine.rooms import EngineRoom
 FIRST_MARGIN = 0.9
 MIN_MARGIN, MAX_MARGIN = 0.4, 1.5
 BACKOFF, GROWTH = 0.85, 1.02
-_FIRST_SHARE = 0.25
-"""Expected length of the first paths as a share of the longest, and that of a segment as a share of a path."""
+_FIRST_LENGTH, _FIRST_SEGMENT = 0.5, 0.125
+"""Expected length of the first paths and segments, as shares of the longest path. Too long costs less than too short:
+paths that outgrow the pool are computed again."""
 _SMOOTHING = 0.05
 """Weight of the newest path in running means."""
 
@@ -126,7 +127,7 @@ class KvAdmission:
             longest: most tokens of a path after the prompt.
         """
         if not self._length:  # until paths have ended
-            self._length, self._segment = _FIRST_SHARE * longest, _FIRST_SHARE**2 * longest
+            self._length, self._segment = _FIRST_LENGTH * longest, _FIRST_SEGMENT * longest
         self._trees[tree] = _Tree(prompt)
 
     def remove_tree(self, tree: int) -> None:

@@ -28,7 +28,7 @@ def admission(*rooms: EngineRoom, trees: int = 4, paths: int = 4, prompt: int = 
     """Return an admission with trees whose paths all ask; a path is expected to have 400 tokens after the prompt."""
     found = KvAdmission(rooms)
     for tree in range(trees):
-        found.add_tree(tree, prompt, 1600)
+        found.add_tree(tree, prompt, 800)
         for path in range(paths):
             found.add_path(tree, (path,), None, prompt)
             found.ask(tree, (path,), prompt)
