@@ -7,6 +7,7 @@ A streamed answer arrives in pieces, each with all tokens so far. The server sen
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
@@ -173,6 +174,8 @@ def _checked(content: bytes) -> dict[str, Any]:
             raise EngineRefusedError(f"the engine refuses the request: {answer['error']['message'][:500]}")
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
+        if reason is not None and reason.get("status_code") == HTTPStatus.BAD_REQUEST:  # HTTP 400 if it is not streamed
+            raise EngineRefusedError(f"the engine refuses the request: {reason.get('message')}")
         if not {"prompt_tokens", "cached_tokens"} <= meta.keys() or (reason is not None and "type" not in reason):
             raise KeyError("prompt_tokens, cached_tokens, finish_reason")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
@@ -106,6 +107,8 @@ class _Reader:
         reason = meta.get("finish_reason")
         finish, matched = None, None
         if reason is not None:
+            if reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+                raise EngineRefusedError(str(reason.get("message"))[:500])
             matched = reason["matched"] if isinstance(reason.get("matched"), str) else None
             ended = EngineFinish.STOP_STRING if matched is not None else EngineFinish.END_TOKEN
             finish = {"length": EngineFinish.LENGTH, "abort": EngineFinish.CUT_SHORT}.get(reason["type"], ended)

@@ -9,7 +9,7 @@ from typing import Any
 
 from arpo_megatron.config import ModelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.spec import ModelSpec, MoESpec, RopeScaling
+from arpo_megatron.models.spec import SPARE_POSITIONS, ModelSpec, MoESpec, RopeScaling
 
 _QWEN2: Mapping[str, Any] = {
     "family": "qwen2",
@@ -126,5 +126,5 @@ def _made(model: ModelConfig) -> ModelSpec:
         tied=True,
         qkv_bias=False,
         qk_norm=True,
-        max_positions=model.max_length,
+        max_positions=model.max_length + SPARE_POSITIONS,
     )

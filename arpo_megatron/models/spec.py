@@ -19,6 +19,10 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
+SPARE_POSITIONS = 8
+"""Positions of a generated model beyond `model.max_length`: SGLang accepts no prompt that ends in the last seven."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3.1's scaling of the rotary frequencies (rope_type "llama3" in transformers).

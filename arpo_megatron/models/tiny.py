@@ -21,6 +21,7 @@ from tokenizers import (
 )
 
 from arpo_megatron.config import ModelConfig
+from arpo_megatron.models.spec import SPARE_POSITIONS
 
 if TYPE_CHECKING:  # transformers imports torch, which the command line does without
     from transformers import PreTrainedTokenizerFast
@@ -123,7 +124,7 @@ def _qwen3_config(model: ModelConfig, tokenizer: "PreTrainedTokenizerFast") -> d
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.hidden_size // model.heads,
-        "max_position_embeddings": model.max_length,
+        "max_position_embeddings": model.max_length + SPARE_POSITIONS,
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "rms_norm_eps": 1e-6,

@@ -10,8 +10,8 @@ path is RESIDENT from its first request to its end, and only as many paths are r
 - A path that waits for admission lets no younger one pass, except paths that are resident.
 - A tree belongs to no engine until its first path is admitted; then to the one with the most room. So trees move to
   idle engines while that costs nothing.
-- `margin` times the pool is used. It shrinks when tokens that should be cached are computed again, and grows while
-  none are and paths wait.
+- `margin` times the pool is used. It shrinks while many tokens that should be cached are computed again, and grows
+  while few are and paths wait.
 - If the tokens of resident paths exceed the pool, the youngest paths that ask for another segment wait again.
 """
 
@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.rooms import EngineRoom
 
-FIRST_MARGIN = 0.9
-MIN_MARGIN, MAX_MARGIN = 0.4, 1.5
-BACKOFF, GROWTH = 0.85, 1.02
+FIRST_MARGIN = 1.0
+MIN_MARGIN, MAX_MARGIN = 0.8, 1.2
+"""Below, engines idle while paths wait for tools; above, more than a tenth of the tokens is computed again."""
+BACKOFF, GROWTH = 0.95, 1.02
+_RECOMPUTED_SHARE = 0.05
+"""The margin shrinks while more tokens than this are computed again for each token that is computed once."""
 _FIRST_LENGTH, _FIRST_SEGMENT = 0.5, 0.125
 """Expected length of the first paths and segments, as shares of the longest path. Too long costs less than too short:
 paths that outgrow the pool are computed again."""
@@ -68,6 +71,10 @@ class _Tree:
 class _Engine:
     room: EngineRoom
     margin: float = FIRST_MARGIN
+    recomputed: float = 0.0
+    """Running mean over requests of tokens that were computed again."""
+    due: float = 0.0
+    """Running mean over requests of tokens that nobody had computed."""
     draining: bool = False
     """The margin was cut, and more is reserved than it allows: what is computed again now is no news."""
     reserved: int = 0
@@ -201,8 +208,11 @@ class KvAdmission:
             return 0
         missing = 0
         if cached is not None:
-            if (missing := max(0, path.cached - cached)) > 0:
-                self._recomputed += missing
+            missing = max(0, path.cached - cached)
+            self._recomputed += missing
+            served.recomputed += _SMOOTHING * (missing - served.recomputed)
+            served.due += _SMOOTHING * (path.length - path.cached - served.due)
+            if missing and served.recomputed > _RECOMPUTED_SHARE * served.due:
                 self._back_off(served)
             self._segment += _SMOOTHING * (length - max(path.cached, path.start) - self._segment)
             path.length, path.cached, path.segments = length, length - 1, path.segments + 1

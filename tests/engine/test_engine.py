@@ -140,6 +140,18 @@ def test_too_long_request_is_refused(engine: EngineHandle) -> None:
         ask(engine, lambda client: client.prefill(PROMPT * 100))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_prompt_that_leaves_no_room_is_refused(engine: EngineHandle, streams: bool) -> None:
+    """SGLang reserves a few positions: it aborts a request that the context would hold."""
+
+    async def ask_once() -> Generation:
+        async with EngineClient(engine.url, streams=streams) as client:
+            return await client.generate(PROMPT[:1] * 2045, max_new_tokens=1, sampling=Sampling())
+
+    with pytest.raises(EngineRefusedError, match="exceeds"):
+        asyncio.run(asyncio.wait_for(ask_once(), 60))
+
+
 def test_failed_start_reports_the_log_and_leaves_no_process(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "engine.log"
     with pytest.raises(UserError, match=r"config\.json is missing"):

@@ -40,7 +40,7 @@ def granted(found: KvAdmission) -> list[PathId]:
 
 
 def test_as_many_paths_run_as_the_pool_is_expected_to_hold() -> None:
-    found = admission(EngineRoom(2000, 64))  # 0.9 * 2000 tokens: a prompt and four paths, or two prompts and four paths
+    found = admission(EngineRoom(1800, 64))  # 1800 tokens: a prompt and four paths, or two prompts and four paths
     assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,)), (0, (3,))]
     assert found.figures().waiting == 12
     assert granted(found) == []
@@ -64,7 +64,7 @@ def test_path_larger_than_the_pool_runs_alone() -> None:
 
 
 def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
-    found = admission(EngineRoom(1200, 8), trees=2, paths=2)
+    found = admission(EngineRoom(1080, 8), trees=2, paths=2)
     assert granted(found) == [(0, (0,)), (0, (1,))]
     found.answered(0, 0, (0,), 300, 0)
     found.add_path(0, (0, 0, 1), (0,), 300)
