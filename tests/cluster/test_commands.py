@@ -68,7 +68,8 @@ def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) 
     assert " ".join(served.arguments[3:]) == "engine.max_running_requests=4 --step 3 --concurrency 4"
     assert sft.arguments == ("--sft",) and sft.job_name == f"arpo-{name}"
     data = f"--data {Path('data/eval').absolute()}"
-    assert " ".join(evaluation.arguments[3:]) == f"evaluation.temperature=0 --k 2 {data} --skip-missing --step 3"
+    options = f"--k 2 {data} --skip-missing --setting recipes --step 3"
+    assert " ".join(evaluation.arguments[3:]) == f"evaluation.temperature=0 {options}"
     assert " ".join(export.arguments[3:]) == f"--out {tmp_path / 'out'} --step 3"
     with pytest.raises(UserError, match="--then serve: use eval or export"):
         arpo("submit", "quickstart", *place, "--then", "serve")

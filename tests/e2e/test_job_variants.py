@@ -55,6 +55,7 @@ def test_asynchronous_trees_are_drained_before_each_push(warm_run: Path) -> None
     assert (warm_run / "export" / "model.safetensors").exists()
 
 
+@pytest.mark.slow_campaign
 def test_grpo_replaces_groups_without_signal_and_counts_dropped_trees(warm_run: Path) -> None:
     """All trajectories begin at the prompt; weights are pushed through the disk."""
     overrides = [

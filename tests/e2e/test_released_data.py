@@ -35,6 +35,7 @@ def some_rows(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow_campaign
 def test_step_on_released_questions_names_bad_rows(some_rows: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = [f"data.path={some_rows}", f"run_dir={run}", "train.tasks_per_step=2", "rollout.max_response_tokens=64"]

@@ -103,6 +103,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = Hub()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)  # read from the variable at import
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     yield server

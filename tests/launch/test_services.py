@@ -21,7 +21,7 @@ def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
 
     def seed(job: JobConfig, index: int) -> str:
         held = services.Job(job, RunDirectory(tmp_path), Supervisor(tmp_path))
-        command = services._engine(held, tmp_path, index, tmp_path, "token").command
+        command = services._engine(held, tmp_path, job.engine, index, tmp_path, "token").command
         return command[command.index("--random-seed") + 1]
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]

@@ -41,7 +41,7 @@ class Ranks(LocalBackend):
         return ["sh", "-c", f"{asked}; {export if self.exports or name != self.asked_in else 'true'}"], {}
 
     @contextmanager
-    def services(self, *_: object) -> Iterator[SimpleNamespace]:
+    def services(self, *_: object, **_options: object) -> Iterator[SimpleNamespace]:
         self.ran.append("services")
         yield SimpleNamespace(environment={})
 

@@ -85,6 +85,7 @@ class Choices:
 @dataclass
 class ChoosingEngine:
     choices: Choices
+    streams: bool = False
 
     def cache_id(self, _key: str) -> tuple[str, int, int]:
         return "", 0, 0

@@ -225,7 +225,7 @@ def test_weight_and_train_are_equivalent() -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([], 'no "messages" list, or an empty one'),
+        ([], "an empty list of messages"),
         ([turn("user", "a"), turn("assistant", " ")], "message 1 has no content"),
         ([turn("user", ""), turn("assistant", "b")], "message 0 has no content"),
         ([turn("user", "a"), turn("system", "b"), turn("assistant", "c")], "a system message comes first"),
