@@ -74,7 +74,7 @@ class _Engine:
     recomputed: float = 0.0
     """Running mean over requests of tokens that were computed again."""
     due: float = 0.0
-    """Running mean over requests of tokens that nobody had computed."""
+    """Running mean over requests of tokens that had not been computed before."""
     draining: bool = False
     """The margin was cut, and more is reserved than it allows: what is computed again now is no news."""
     reserved: int = 0
