@@ -234,6 +234,7 @@ def _schema() -> "pa.Schema":
             "branch": branch,
             "tool": tool,
             "routes": routes,
+            "turn_rewards": text,
         }
     )
     return pa.schema(
@@ -310,6 +311,7 @@ def _segment(segment: Segment, decode: Decode, trainer_logprobs: NDArray[np.floa
         "branch": branch and asdict(branch),
         "tool": tool and {**asdict(tool), "arguments": json.dumps(dict(tool.arguments))},
         "routes": stored_routes(segment.routes),
+        "turn_rewards": None if segment.rewards is None else json.dumps(dict(segment.rewards)),
     }
 
 
@@ -328,6 +330,8 @@ def _tree(row: dict[str, Any]) -> RolloutTree:
         fields = {name: value for name, value in stored.items() if value is not None and name not in _DERIVED}
         if "tool" in fields:
             fields["tool"] = fields["tool"] | {"arguments": json.loads(fields["tool"]["arguments"])}
+        if "turn_rewards" in fields:
+            fields["rewards"] = json.loads(fields.pop("turn_rewards"))
         segments.append(fields)
     lost = json.loads(row["lost"]) if row["lost"] else {}
     return RolloutTree.from_dict(

@@ -54,7 +54,7 @@ def grown(number: int = 0, *, results: int = 2, long: int = 4) -> RolloutTree:
         routes = rng.permuted(np.broadcast_to(np.arange(300), (len(ids), 2, 300)), axis=-1)[..., :3]
         return tree.add(parent, Role.MODEL, ids, logprobs=-abs(floats), entropies=abs(floats), routes=routes, **fields)
 
-    call = model(0, b"<python>2</python>", finish=Finish.TOOL_CALL, policy_version=3)
+    call = model(0, b"<python>2</python>", finish=Finish.TOOL_CALL, policy_version=3, rewards={"turn": number / 3})
     record = ToolRecord("python", {"code": "2 # \u00fc\ud800"}, "ok", 0.125, cached=False)
     tool = tree.add(call, Role.TOOL, list(b" <result>\n2\n</result>"), tool=record)
     for place in range(results):
