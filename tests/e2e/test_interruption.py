@@ -28,6 +28,7 @@ from tests.sockets import exposed, listening_ports
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
 END_S = 60.0  # a process that is not stopped stays for minutes
+MOMENT_S = 5.0
 TASKS = 4
 
 
@@ -53,13 +54,20 @@ def family_of(job: Job) -> list[psutil.Process]:
 
 
 def alive(family: list[psutil.Process], run: Path) -> list[psutil.Process]:
-    """Return those of a job's processes that still run."""
-    left = []
-    for process in family:
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(process)
-    return left + processes_of(run)
+    """Return those of a job's processes that still run after a moment.
+
+    torch's manager of shared memory ends by itself once its last client has gone.
+    """
+    give_up = time.monotonic() + MOMENT_S
+    while (left := [*filter(runs, family), *processes_of(run)]) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    return left
+
+
+def runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it has just ended
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def updates(run: Path) -> list[object]:
