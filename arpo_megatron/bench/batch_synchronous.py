@@ -18,7 +18,7 @@ from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.protocols.base import TextCodec, ToolCall
-from arpo_megatron.tasks.tags.calls import STOP_STRINGS, parse_call, result_tokens
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME, STOP_STRINGS, parse_call
 from arpo_megatron.tree import Float32Array, Int32Array
 
 
@@ -119,7 +119,7 @@ def _fork_point(path: _Path, before: Generation, task_id: str, step: int, budget
 def _with_result(path: _Path, segment: Generation, answer: str, codec: TextCodec, limits: RolloutLimits) -> Int32Array:
     """Return a trajectory's tokens with the segment and the tool's answer."""
     longest = limits.max_tool_tokens
-    result = result_tokens(answer, codec, longest)
+    result = RESULT_FRAME.tokens(answer, codec, longest)
     return np.concatenate([path.tokens, segment.token_ids, np.array(result, np.int32)])
 
 

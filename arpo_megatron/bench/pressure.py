@@ -71,7 +71,7 @@ class PressureRun:
         self.tokens += counts.tokens_sampled
         self.requests += counts.requests
         self.computed += counts.prefilled_tokens
-        self.given += report.stats.given_tokens
+        self.given += report.stats.totals.given_tokens
         self.suspended += counts.suspended
         self.recomputed += counts.tokens_recomputed
 
@@ -101,7 +101,7 @@ def bench_pressure(*, progress: bool) -> dict[str, Any]:
 
 async def _need(url: str, codec: TokenizerCodec) -> int:
     async with EngineClient(url) as client:
-        return (await _step(client, codec, 0, None)).stats.unique_tokens
+        return (await _step(client, codec, 0, None)).stats.totals.unique_tokens
 
 
 async def _alternate(url: str, codec: TokenizerCodec, steps: int, *, progress: bool) -> dict[str, PressureRun]:

@@ -85,11 +85,11 @@ class Run:
         """Add the counts of a report."""
         stats = report.stats
         self.tokens += stats.counts.tokens_sampled
-        self.trajectories += stats.trajectories
+        self.trajectories += stats.totals.trajectories
         self.requests += stats.counts.requests
         self.computed += stats.counts.prefilled_tokens
-        self.given += stats.given_tokens
-        self.unique += stats.unique_tokens
+        self.given += stats.totals.given_tokens
+        self.unique += stats.totals.unique_tokens
         self.segments += sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
         self.floor_s += max(map(_slowest_path_s, report.trees))
 

@@ -13,9 +13,8 @@ from arpo_megatron.tasks.protocols.base import (
     InvalidCall,
     Parsed,
     Reading,
-    TextCodec,
+    ResultFrame,
     ToolCall,
-    TurnFrame,
     read_arguments,
 )
 from arpo_megatron.tasks.protocols.chat_frames import tool_frame
@@ -64,15 +63,8 @@ class TemplateProtocol:
         except ValueError as error:
             return _invalid(f"its arguments are not a JSON object ({error})")
 
-    def result_text(self, text: str) -> str:
-        """Return what the chat template writes after a turn for a tool message, and the start of the next turn."""
-        return self._frame().text(text)
-
-    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return the tokens of `result_text`."""
-        return self._frame().tokens(text, codec, max_tokens)
-
-    def _frame(self) -> TurnFrame:
+    def result_frame(self) -> ResultFrame:
+        """Return what the chat template writes after a turn around a tool message, and the start of the next turn."""
         if self.model is None:
             raise AssertionError("a protocol that inserts results has a chat template")
         return tool_frame(self.model)

@@ -241,7 +241,7 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
     model = Path(tokenizer.name_or_path)
     tags = make_protocol(rollout.protocol, model=model)
     protocol = tags if rollout.environment is None else EnvironmentProtocol(model)
-    frame = len(tokenizer.encode(protocol.result_text(""), add_special_tokens=False))
+    frame = len(tokenizer.encode(protocol.result_frame().text(""), add_special_tokens=False))
     if rollout.max_tool_tokens <= frame:
         raise UserError(
             f"rollout.max_tool_tokens={rollout.max_tool_tokens} leaves no room for a tool result: "

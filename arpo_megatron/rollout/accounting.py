@@ -67,65 +67,27 @@ class RolloutCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutStats:
-    """Costs of the trees of one report."""
+class TreeStats:
+    """Figures that follow from finished trees: of one tree, or sums over several."""
 
-    counts: RolloutCounts
-    """Sum over all trees, including failed ones."""
-    trees: int
-    failed: int
-    """Trees that could not be finished."""
     trajectories: int
-    """Leaves of the finished trees."""
+    """Leaves."""
     lost: int
-    """Planned trajectories that failed tool calls have cost the finished trees."""
+    """Planned trajectories that failed tool calls have cost."""
     forks: int
     """Trajectories that started at a fork after a tool result."""
     calls_inherited: int
     """Tool results shared with the trajectory that made the call, counted once for each further trajectory."""
     unique_tokens: int
-    """Tokens of the trees, each counted once."""
+    """Tokens, each counted once."""
     flat_tokens: int
     """Tokens of all trajectories, shared tokens counted for each of them."""
     given_tokens: int
     """Unique tokens that the model did not sample: prompts and tool results."""
     predicted_prompt_tokens: int
-    """Prompt tokens that the shape of the trees predicts (`cache_prediction`)."""
+    """Prompt tokens that the shape predicts (`cache_prediction`)."""
     predicted_cached_tokens: int
-    """Cached tokens that the shape of the trees predicts."""
-    seconds: float
-    """Wall time."""
-
-    @property
-    def prefill_over_unique(self) -> float:
-        """Prompt tokens that the engine computed over the tokens of the trees; the goal is at most 1.05."""
-        return self.counts.prefilled_tokens / max(1, self.unique_tokens)
-
-    @property
-    def cached_share(self) -> float:
-        """Share of the prompt tokens that the engine took from its cache."""
-        return self.counts.cached_tokens / max(1, self.counts.prompt_tokens)
-
-    @property
-    def predicted_cached_share(self) -> float:
-        """Share of the prompt tokens that the shape of the trees predicts to be cached."""
-        return self.predicted_cached_tokens / max(1, self.predicted_prompt_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """Figures of one finished tree; `RolloutStats` documents the fields."""
-
-    trajectories: int
-    lost: int
-    forks: int
-    calls_inherited: int
-    unique_tokens: int
-    flat_tokens: int
-    given_tokens: int
-    predicted_prompt_tokens: int
-    predicted_cached_tokens: int
-    """Without the prefix that all trees of a report share."""
+    """Cached tokens that the shape predicts; in sums with the prefix that all prompts share."""
 
     @classmethod
     def of(
@@ -156,6 +118,36 @@ class TreeStats:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Costs of the trees of one report."""
+
+    counts: RolloutCounts
+    """Sum over all trees, including failed ones."""
+    trees: int
+    failed: int
+    """Trees that could not be finished."""
+    totals: TreeStats
+    """Sums over the finished trees."""
+    seconds: float
+    """Wall time."""
+
+    @property
+    def prefill_over_unique(self) -> float:
+        """Prompt tokens that the engine computed over the tokens of the trees; the goal is at most 1.05."""
+        return self.counts.prefilled_tokens / max(1, self.totals.unique_tokens)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompt tokens that the engine took from its cache."""
+        return self.counts.cached_tokens / max(1, self.counts.prompt_tokens)
+
+    @property
+    def predicted_cached_share(self) -> float:
+        """Share of the prompt tokens that the shape of the trees predicts to be cached."""
+        return self.totals.predicted_cached_tokens / max(1, self.totals.predicted_prompt_tokens)
+
+
 def rollout_stats(
     trees: Sequence[RolloutTree],
     counts: RolloutCounts,
@@ -169,7 +161,7 @@ def rollout_stats(
     if shared := common_prefix_length([tree.prompt_ids for tree in trees]):
         total["predicted_prompt_tokens"] += shared
         total["predicted_cached_tokens"] += sum(min(shared, len(tree.prompt_ids) - 1) for tree in trees)
-    return RolloutStats(counts=counts, trees=len(trees), failed=failed, seconds=seconds, **total)
+    return RolloutStats(counts, len(trees), failed, TreeStats(**total), seconds)
 
 
 def tokens_per_second(stats: Sequence[RolloutStats]) -> float:

@@ -222,7 +222,7 @@ class TreeClient:
         """Return int32[n], the tokens of a result. Raises ToolTextError."""
         codec, limits = self._context.codec, self._context.limits
         try:
-            ids = limits.protocol.result_tokens(text, codec, limits.max_tool_tokens)
+            ids = limits.protocol.result_frame().tokens(text, codec, limits.max_tool_tokens)
         except (TypeError, UnicodeError) as error:
             raise ToolTextError(f"cannot tokenize the answer of {tool}, {text[:80]!a}: {error}") from error
         return np.array(ids, dtype=np.int32)

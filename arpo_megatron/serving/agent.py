@@ -186,7 +186,7 @@ class Agent:
         return ToolStep(allowed.tool, arguments, answer.text, answer.status, seconds, self._tokens(answer.text))
 
     def _tokens(self, result: str) -> tuple[int, ...]:
-        return tuple(self.limits.protocol.result_tokens(result, self.codec, self.limits.max_tool_tokens))
+        return tuple(self.limits.protocol.result_frame().tokens(result, self.codec, self.limits.max_tool_tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,10 @@ def rollout_counters(step: StepInProgress) -> dict[str, float]:
 
 def _collection_counters(stats: RolloutStats) -> dict[str, float]:
     return {
-        "forks": stats.forks,
+        "forks": stats.totals.forks,
         "trees": stats.trees,
-        "trajectories": stats.trajectories,
-        "trajectories_lost": stats.lost,
+        "trajectories": stats.totals.trajectories,
+        "trajectories_lost": stats.totals.lost,
         "tool_calls_executed": stats.counts.calls_executed,
         "tool_calls_cached": stats.counts.calls_cached,
         "tool_seconds_saved": stats.counts.seconds_saved,
@@ -70,7 +70,7 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_at_limit": stats.counts.calls_at_limit,
         "tool_calls_repeated": stats.counts.calls_repeated,
         "tool_calls_failed": stats.counts.calls_failed,
-        "tool_calls_inherited": stats.calls_inherited,
+        "tool_calls_inherited": stats.totals.calls_inherited,
         "requests_repeated": stats.counts.retries,
         "tokens_recomputed": stats.counts.tokens_recomputed,
         "paths_suspended": stats.counts.suspended,
@@ -79,11 +79,11 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "prompt_tokens": stats.counts.prompt_tokens,
         "cached_tokens": stats.counts.cached_tokens,
         "prefilled_tokens": stats.counts.prefilled_tokens,
-        "predicted_prompt_tokens": stats.predicted_prompt_tokens,
-        "predicted_cached_tokens": stats.predicted_cached_tokens,
-        "unique_tokens": stats.unique_tokens,
-        "flat_tokens": stats.flat_tokens,
-        "given_tokens": stats.given_tokens,
+        "predicted_prompt_tokens": stats.totals.predicted_prompt_tokens,
+        "predicted_cached_tokens": stats.totals.predicted_cached_tokens,
+        "unique_tokens": stats.totals.unique_tokens,
+        "flat_tokens": stats.totals.flat_tokens,
+        "given_tokens": stats.totals.given_tokens,
     }
 
 

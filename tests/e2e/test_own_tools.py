@@ -13,7 +13,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from arpo_megatron.rollout.worker import TokenizerCodec
-from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from tests.e2e.jobs import SHORT, quickstart, rows_of, run_to_end, trained, undocumented
 from tests.tools_sandbox.helpers.served import serving
 from tests.tools_sandbox.test_added_tools import SERVER
@@ -113,7 +113,7 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
         if segment.tool.name == "browse":
             assert shown.startswith(" <result>\nPage ")
         elif len(expected) < 40:  # not cut
-            assert shown == result_text(expected)
+            assert shown == RESULT_FRAME.text(expected)
     assert any(reward >= 0 for item in trees for reward in item.rewards), "the reward knows the tags"
     (row,) = rows_of(run / "metrics.jsonl")
     assert row["tool_calls_executed"] > 0 and row["tool_calls_invalid"] == 0 and not undocumented(row)

@@ -97,7 +97,7 @@ def trees(engine: EngineHandle, model: Path, sandbox_url: str, job: JobConfig) -
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, expert_routes=SHAPE)) as handle:
         report = handle.grow_trees(tasks, step=1, version=0, settings=RolloutSettings.training(job))
     assert report.failed == []
-    assert report.stats.forks > 0
+    assert report.stats.totals.forks > 0
     return report.trees
 
 

@@ -54,7 +54,7 @@ def test_prediction_covers_measured_tokens_that_end_inside_a_tag(
     assert grower.counts.cached_tokens >= sum(request.cached_tokens for request in predicted)
     each = [TreeStats.of(tree, policy, inside_stop)]
     stats = rollout_stats([tree], grower.counts, each, failed=0, seconds=1.0)
-    assert stats.predicted_prompt_tokens == grower.counts.prompt_tokens
+    assert stats.totals.predicted_prompt_tokens == grower.counts.prompt_tokens
 
 
 def test_prediction_is_exact_if_all_samples_differ(scripted_engine: Start, sandbox_url: str) -> None:
@@ -96,6 +96,6 @@ def test_statistics_of_a_step_take_time_linear_in_its_tokens() -> None:
         stats = rollout_stats(
             trees, RolloutCounts(), [TreeStats.of(tree, policy) for tree in trees], failed=0, seconds=1.0
         )
-        assert stats.predicted_prompt_tokens == sum(request.prompt_tokens for request in predicted)
-        assert stats.predicted_cached_tokens == sum(request.cached_tokens for request in predicted)
-        assert stats.calls_inherited == 0
+        assert stats.totals.predicted_prompt_tokens == sum(request.prompt_tokens for request in predicted)
+        assert stats.totals.predicted_cached_tokens == sum(request.cached_tokens for request in predicted)
+        assert stats.totals.calls_inherited == 0

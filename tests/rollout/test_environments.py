@@ -30,7 +30,7 @@ from arpo_megatron.tasks.environments.base import MakeEnvironment
 from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.environments.scripted_user import ScriptedUser
 from arpo_megatron.tasks.environments.sql import SqlDatabase
-from arpo_megatron.tasks.protocols.base import TurnFrame
+from arpo_megatron.tasks.protocols.base import ResultFrame
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.algorithms import flat
 from tests.engine.scripted import ScriptedEngine
@@ -49,8 +49,8 @@ TASK = Task("task-1", ({"role": "user", "content": PROMPT},), "3", "qa", PROMPT)
 class Framed(EnvironmentProtocol):
     """The protocol with a frame of its own, since the tokens of these tests are characters."""
 
-    def _frame(self) -> TurnFrame:
-        return TurnFrame("[user]", "[/user]assistant\n")
+    def result_frame(self) -> ResultFrame:
+        return ResultFrame("[user]", "[/user]assistant\n")
 
 
 SETTINGS = replace(LIMITS, protocol=Framed(), max_tool_calls=5, max_response_tokens=2000, max_length=2500)

@@ -198,7 +198,7 @@ def check_equal(found: RolloutReport, expected: RolloutReport) -> None:
                 assert ours.logprobs is not None
                 assert theirs.logprobs is not None
                 np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-    assert found.stats.forks == expected.stats.forks
+    assert found.stats.totals.forks == expected.stats.totals.forks
     assert found.stats.counts.tokens_sampled == expected.stats.counts.tokens_sampled
     assert found.stats.counts.calls_executed == expected.stats.counts.calls_executed
 
@@ -214,7 +214,7 @@ def check_undisturbed(report: RolloutReport) -> None:
     check_cached(report)
     stats = report.stats
     assert stats.counts.calls_executed > 2 * stats.trees
-    assert stats.forks > stats.trees // 4
+    assert stats.totals.forks > stats.trees // 4
     assert {segment.tool.name for tree in report.trees for segment in tree.segments if segment.tool} == {
         "python",
         "search",

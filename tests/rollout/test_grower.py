@@ -21,7 +21,7 @@ from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.protocols.tools import ToolDefinition
-from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.tasks.tags.protocol import TagProtocol
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import CharacterCodec, ScriptedEngine
@@ -50,9 +50,9 @@ def test_trajectory_alternates_between_model_and_tool_and_keeps_every_token(
     assert texts(tree, leaf) == [
         PROMPT,
         PLAN[0],
-        result_text("2"),
+        RESULT_FRAME.text("2"),
         PLAN[1],
-        result_text("4"),
+        RESULT_FRAME.text("4"),
         PLAN[2] + "\0",
     ]
     finishes = [segment.finish for segment in tree.segments if segment.role is Role.MODEL]
@@ -74,7 +74,7 @@ def test_python_session_follows_the_path_and_forks_copy_it(scripted_engine: Star
     assert len(tree.leaves()) == 8
     for leaf in tree.leaves():
         # Were the state shared by siblings, the sum and the length would grow with every one of them.
-        assert texts(tree, leaf)[2:-1:2] == [result_text(""), result_text("42"), result_text("2")]
+        assert texts(tree, leaf)[2:-1:2] == [RESULT_FRAME.text(""), RESULT_FRAME.text("42"), RESULT_FRAME.text("2")]
     tree, _ = grow(engine.url, sandbox_url, GrpoPolicy(1))
     assert "NameError" in texts(tree, tree.leaves()[0])[4]
 
@@ -86,7 +86,7 @@ def test_equal_calls_to_a_deterministic_tool_are_executed_once(scripted_engine: 
     policy = arpo(8, 2, beam_size=2, branch_probability=1.0, entropy_weight=0.0)
     limits = replace(LIMITS, sessions=True, refuse_repeated=("python",), deterministic_tools=("python",))
     tree, grower = grow(engine.url, sandbox_url, policy, limits=limits)
-    assert {texts(tree, leaf)[-2] for leaf in tree.leaves()} == {result_text("42")}
+    assert {texts(tree, leaf)[-2] for leaf in tree.leaves()} == {RESULT_FRAME.text("42")}
     counts = grower.counts
     assert counts.calls_executed - counts.calls_cached == 2  # one for each program
     assert counts.calls_cached > 0 and counts.seconds_saved > 0
@@ -102,9 +102,9 @@ def test_tree_spends_its_budget_and_keeps_the_beam_size(scripted_engine: Start, 
         assert max(fork_points(tree)) > 1
         stats = rollout_stats([tree], grower.counts, [TreeStats.of(tree, policy)], failed=0, seconds=1.0)
         fresh = len(tree.children()[0])
-        assert stats.forks == samples - fresh
-        assert stats.calls_inherited + stats.counts.calls_executed == 2 * samples  # each trajectory made two
-        assert stats.calls_inherited > 0
+        assert stats.totals.forks == samples - fresh
+        assert stats.totals.calls_inherited + stats.counts.calls_executed == 2 * samples  # each trajectory made two
+        assert stats.totals.calls_inherited > 0
 
 
 def test_unused_budget_becomes_fresh_trajectories(scripted_engine: Start, sandbox_url: str) -> None:
@@ -222,7 +222,7 @@ def test_partial_tree_has_all_sampled_segments(scripted_engine: Start, sandbox_u
 
     tree = asyncio.run(run())
     (cut, *_others) = [leaf for leaf in tree.leaves() if tree.segments[leaf].finish is None]
-    assert texts(tree, cut)[:3] == [PROMPT, PLAN[0], result_text("2")]
+    assert texts(tree, cut)[:3] == [PROMPT, PLAN[0], RESULT_FRAME.text("2")]
     assert texts(tree, cut)[3] == PLAN[1][:17]
     assert tree.segments[cut].branch is not None
 
@@ -310,7 +310,7 @@ def test_json_call_reaches_the_tool_and_invalid_json_gets_an_error(scripted_engi
     assert (first.tool.status, first.tool.arguments) == ("invalid_call", {})
     assert "Error: the text of <python> is not a JSON object" in CODEC.decode(first.token_ids.tolist())
     assert (second.tool.status, second.tool.arguments) == ("ok", {"code": "6 * 7"})
-    assert CODEC.decode(second.token_ids.tolist()) == result_text("42")
+    assert CODEC.decode(second.token_ids.tolist()) == RESULT_FRAME.text("42")
     assert (grower.counts.calls_invalid, grower.counts.calls_executed) == (1, 1)
 
 
@@ -336,7 +336,7 @@ def test_tree_stays_on_the_engine_with_its_prefixes(scripted_engine: Start, sand
         assert min(asked) == 0
         stats = rollout_stats([tree], grower.counts, [TreeStats.of(tree, policy)], failed=0, seconds=1.0)
         assert stats.prefill_over_unique <= 1.05
-        assert stats.counts.prefilled_tokens - stats.given_tokens <= stats.counts.requests
+        assert stats.counts.prefilled_tokens - stats.totals.given_tokens <= stats.counts.requests
     assert all(engine.requests for engine in engines)
 
 
@@ -365,7 +365,7 @@ def test_untokenizable_tool_answer_fails_the_tree(scripted_engine: Start, sandbo
 
 def test_token_limits_hold(scripted_engine: Start, sandbox_url: str) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
-    for response in (1, 20, len(PLAN[0]), len(PLAN[0]) + 5, len(PLAN[0]) + len(result_text("2")) + 3):
+    for response in (1, 20, len(PLAN[0]), len(PLAN[0]) + 5, len(PLAN[0]) + len(RESULT_FRAME.text("2")) + 3):
         tree, _ = grow(engine.url, sandbox_url, arpo(4, 2), limits=replace(LIMITS, max_response_tokens=response))
         for leaf in tree.leaves():
             assert len(tree.path_tokens(leaf)) <= len(PROMPT) + response

@@ -9,7 +9,7 @@ from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.config import EvalConfig, JobConfig, RolloutConfig
 from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
 from arpo_megatron.tasks.protocols.base import InvalidCall, Notice, ToolCall
-from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import LIMITS, Start, grow, planned, texts
@@ -77,8 +77,8 @@ def test_model_reads_that_the_limit_is_reached_and_answers(scripted_engine: Star
     calls = ("<python>1+1</python>", "<python>2*2</python>")
     tree, grower = grown(scripted_engine, sandbox_url, NOW, *calls, ANSWER)
     (leaf,) = tree.leaves()
-    notice = result_text("The limit of 1 tool calls is reached. Answer now.")
-    assert texts(tree, leaf)[1:] == [calls[0], result_text("2"), calls[1], notice, ANSWER + "\0"]
+    notice = RESULT_FRAME.text("The limit of 1 tool calls is reached. Answer now.")
+    assert texts(tree, leaf)[1:] == [calls[0], RESULT_FRAME.text("2"), calls[1], notice, ANSWER + "\0"]
     assert [s.tool.status for s in tree.segments if s.tool is not None] == ["ok", "limit"]
     assert tree.segments[leaf].finish is Finish.END
     assert (grower.counts.calls_executed, grower.counts.calls_at_limit) == (1, 1)

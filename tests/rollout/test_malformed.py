@@ -19,7 +19,7 @@ from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.tags import calls as protocol
-from arpo_megatron.tasks.tags.calls import result_text
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
@@ -261,7 +261,7 @@ def test_tree_has_exactly_the_tokens_of_the_engine(
         if segment.role is Role.TOOL:
             assert segment.tool is not None
             answer = f"{segment.tool.name}: {dict(segment.tool.arguments)}"
-            whole = BYTES.encode(result_text(answer))
+            whole = BYTES.encode(RESULT_FRAME.text(answer))
             assert segment.token_ids.tolist() == whole or len(segment) <= 60
             assert tree.segments[segment.parent].finish is Finish.TOOL_CALL
         elif segment.role is Role.MODEL:

@@ -134,7 +134,7 @@ def test_report_predicts_tokens_that_were_sampled_alone(scripted_engine: Start, 
 
     engine = scripted_engine(ScriptedEngine(script))
     report = asyncio.run(grown(engine, (Task("t", (), "", "math", "p?"),), k=k))
-    assert report.stats.predicted_prompt_tokens == report.stats.counts.prompt_tokens
+    assert report.stats.totals.predicted_prompt_tokens == report.stats.counts.prompt_tokens
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.engine.function_calls import FunctionCall, ParsedTurn
 from arpo_megatron.engine.template_protocol import TemplateProtocol
-from arpo_megatron.tasks.protocols.base import INVALID_CALL, CallProtocol, TurnFrame
+from arpo_megatron.tasks.protocols.base import INVALID_CALL, CallProtocol, ResultFrame
 from arpo_megatron.tasks.protocols.hermes import HermesProtocol
 from arpo_megatron.tree import Finish
 from tests.engine.scripted import ScriptedEngine
@@ -42,7 +42,7 @@ def test_hermes_tree_has_the_sampled_tokens_and_the_results(scripted_engine: Sta
     tree, grower = grow(engine.url, sandbox_url, arpo(2, 1, branch_probability=1.0), limits=limits)
     for leaf in tree.leaves():
         prompt, first, result, *rest = texts(tree, leaf)
-        assert (prompt, first, result) == (PROMPT, turns[0], protocol.result_text("4"))
+        assert (prompt, first, result) == (PROMPT, turns[0], protocol.result_frame().text("4"))
         assert rest[-1] == LAST + "\0" and tree.segments[leaf].finish is Finish.END
     assert [each.tool.status for each in tree.segments if each.tool] == ["ok", INVALID_CALL, INVALID_CALL][
         : len(fork_points(tree))
@@ -60,8 +60,8 @@ def test_opened_call_that_never_ends_is_malformed(scripted_engine: Start, sandbo
 class Framed(TemplateProtocol):
     """The template protocol with a frame of its own, since the tokens of these tests are characters."""
 
-    def _frame(self) -> TurnFrame:
-        return TurnFrame("[tool]", "[/tool]assistant\n")
+    def result_frame(self) -> ResultFrame:
+        return ResultFrame("[tool]", "[/tool]assistant\n")
 
 
 def test_turn_of_a_chat_template_ends_with_its_own_token(scripted_engine: Start, sandbox_url: str) -> None:

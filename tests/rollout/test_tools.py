@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from arpo_megatron.models.tiny import generated_tokenizer, train_bpe
 from arpo_megatron.rollout.tools import ToolBlockedError, ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
-from arpo_megatron.tasks.tags.calls import result_text, result_tokens
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.utils.ports import free_ports
 from tests.engine.scripted import CharacterCodec
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
@@ -174,9 +174,9 @@ def test_special_token_in_a_page_becomes_ordinary_tokens(tokenizer: PreTrainedTo
     page = f"a{tokenizer.eos_token}{tokenizer.pad_token} b"
     special = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     assert special <= set(codec.encode(page))  # as the text of a prompt
-    ids = result_tokens(page, codec, 500)
+    ids = RESULT_FRAME.tokens(page, codec, 500)
     assert not special & set(ids)
-    assert codec.decode(ids) == result_text(page)
+    assert codec.decode(ids) == RESULT_FRAME.text(page)
     assert codec.encode("</result>") == ids[-1:]
 
 
@@ -193,10 +193,10 @@ def test_large_result_is_cut_before_tokenization() -> None:
 
     answer = "".join(f"line {number}\n" for number in range(850_000))
     assert len(answer) > 10_000_000
-    ids = result_tokens(answer, codec, 500)
+    ids = RESULT_FRAME.tokens(answer, codec, 500)
     assert len(ids) == 500
-    empty = result_text("")
+    empty = RESULT_FRAME.text("")
     middle = len(empty) - len("\n</result>")
-    assert codec.decode(ids) == result_text(answer[: 500 - len(empty)])
+    assert codec.decode(ids) == RESULT_FRAME.text(answer[: 500 - len(empty)])
     assert codec.decode(ids)[middle:].startswith("line 0\nline 1\n")
     assert encoded < 100_000

@@ -48,9 +48,9 @@ def test_shared_tokens_are_prefilled_once(engine: EngineHandle, rollouts: Rollou
         flush_cache(engine)
         stats = rollouts.grow_trees(asked, step=1, version=0, settings=settings).stats
         assert stats.trees == len(asked)
-        assert stats.forks > 0 or len(asked) == 1  # a tree of trajectories without a call has none
+        assert stats.totals.forks > 0 or len(asked) == 1  # a tree of trajectories without a call has none
         assert stats.prefill_over_unique <= 1.05
-        needless = stats.counts.prefilled_tokens - stats.given_tokens
+        needless = stats.counts.prefilled_tokens - stats.totals.given_tokens
         assert needless <= stats.counts.requests  # the last token of a prompt that is cached otherwise
 
 
@@ -90,12 +90,12 @@ def test_trees_grow_and_the_cache_serves_the_predicted_share(
     assert report.failed == []
     assert [tree.task_id for tree in report.trees] == [task.id for task in tasks(8)]
     assert all(len(tree.leaves()) == 12 for tree in report.trees)
-    assert stats.trajectories == 96
+    assert stats.totals.trajectories == 96
     assert stats.counts.calls_executed == sum(s.role is Role.TOOL for t in report.trees for s in t.segments) > 10
-    assert stats.forks > 0
-    assert stats.calls_inherited > 0
+    assert stats.totals.forks > 0
+    assert stats.totals.calls_inherited > 0
     assert abs(stats.cached_share - stats.predicted_cached_share) < 0.1
-    assert stats.predicted_prompt_tokens == stats.counts.prompt_tokens
+    assert stats.totals.predicted_prompt_tokens == stats.counts.prompt_tokens
     assert (seen[-1].trees_done, seen[-1].trees_total) == (8, 8)
     assert seen[-1].tokens_sampled == stats.counts.tokens_sampled
     for tree in report.trees:

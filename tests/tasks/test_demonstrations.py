@@ -10,7 +10,7 @@ from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.tasks.protocols.base import ToolCall
 from arpo_megatron.tasks.synthetic.demonstrations import LookupMistakes, demonstrate, lookup_mistakes
 from arpo_megatron.tasks.synthetic.lookup import GeneratedQuestion, GeneratedTasks, QuestionKind, generate
-from arpo_megatron.tasks.tags.calls import find_stop, parse_call, result_text
+from arpo_megatron.tasks.tags.calls import RESULT_FRAME, find_stop, parse_call
 from arpo_megatron.tree import Finish, Role, RolloutTree
 
 TOKENIZER = generated_tokenizer()
@@ -67,7 +67,7 @@ def test_demonstrations_agree_with_the_tag_protocol() -> None:
             assert stop is not None
             assert call.endswith(stop)
             assert parse_call(call, stop) == ToolCall(segment.tool.name, segment.tool.arguments)
-            assert result == result_text(result.removeprefix(" <result>\n").removesuffix("\n</result>"))
+            assert result == RESULT_FRAME.text(result.removeprefix(" <result>\n").removesuffix("\n</result>"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.7, 1.0])

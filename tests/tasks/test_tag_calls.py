@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from arpo_megatron.tasks.protocols.base import Malformed, ToolCall
 from arpo_megatron.tasks.tags.calls import (
     ANSWER_STOP,
+    RESULT_FRAME,
     STOP_STRINGS,
     ends_inside_stop,
     find_stop,
     parse_call,
-    result_text,
-    result_tokens,
 )
 
 
@@ -98,10 +97,10 @@ def test_complete_stop_string_is_not_a_cut_one() -> None:
     assert find_stop("plain") is None
 
 
-@given(st.text(max_size=200), st.integers(len(CODEC.encode(result_text(""))), 120))
+@given(st.text(max_size=200), st.integers(len(CODEC.encode(RESULT_FRAME.text(""))), 120))
 def test_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None:
-    ids = result_tokens(text, CODEC, limit)
-    whole = CODEC.encode(result_text(text))
+    ids = RESULT_FRAME.tokens(text, CODEC, limit)
+    whole = CODEC.encode(RESULT_FRAME.text(text))
     assert len(ids) <= max(limit, 0)
     assert CODEC.decode(ids).startswith(" <result>\n")
     assert CODEC.decode(ids).endswith("\n</result>")
@@ -112,13 +111,13 @@ def test_result_keeps_its_tags_within_the_limit(text: str, limit: int) -> None:
 
 
 def test_half_a_character_of_a_page_is_replaced() -> None:
-    ids = result_tokens("nice \ud83d cut", CODEC, 100)
-    assert CODEC.decode(ids) == result_text("nice \ufffd cut")
+    ids = RESULT_FRAME.tokens("nice \ud83d cut", CODEC, 100)
+    assert CODEC.decode(ids) == RESULT_FRAME.text("nice \ufffd cut")
 
 
 def test_limit_below_the_tags_is_an_error() -> None:
     with pytest.raises(ValueError, match="max_tool_tokens=5"):
-        result_tokens("x" * 50, CODEC, 5)
+        RESULT_FRAME.tokens("x" * 50, CODEC, 5)
 
 
 def test_answer_stops_only_if_configured() -> None:

@@ -235,7 +235,7 @@ class ServerAgent:
                 status, result = called.status, called.text
             trajectory.tool_errors += status != "ok"
             shown = whole_characters(result[: _CHARACTERS_PER_TOKEN * limits.max_tool_tokens])
-            self._append(trajectory, text, calls.result_text(shown))
+            self._append(trajectory, text, calls.RESULT_FRAME.text(shown))
         return trajectory.response(Finish.LENGTH, began)
 
     def _append(self, trajectory: _Trajectory, text: str, result: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
 from arpo_megatron.tasks.environments.base import ENVIRONMENT
-from arpo_megatron.tasks.protocols.base import Malformed, Parsed, Reading, TextCodec, ToolCall, TurnFrame
+from arpo_megatron.tasks.protocols.base import Malformed, Parsed, Reading, ResultFrame, ToolCall
 from arpo_megatron.tasks.protocols.chat_frames import message_frame
 from arpo_megatron.tasks.protocols.tools import ToolDefinition
 
@@ -29,15 +29,8 @@ class EnvironmentProtocol:
         """Return the turn as an action."""
         return ToolCall(ENVIRONMENT, {"action": text}) if text.strip() else Malformed("an empty turn")
 
-    def result_text(self, text: str) -> str:
-        """Return an observation as a message of the user, and the start of the model's next turn."""
-        return self._frame().text(text)
-
-    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return the tokens of `result_text`."""
-        return self._frame().tokens(text, codec, max_tokens)
-
-    def _frame(self) -> TurnFrame:
+    def result_frame(self) -> ResultFrame:
+        """Return a message of the user around the observation, and the start of the model's next turn."""
         if self.model is None:
             raise AssertionError("a protocol that inserts observations has a model")
         return message_frame(self.model)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,9 +17,6 @@ _DEEPEST = 32
 """Levels of nested JSON that a call may have; the formats that store it have limits of their own."""
 _LONGEST_TOKENS = 16
 """Characters per token of a tool's answer that are tokenized at most: 10 MB of text would delay all other trees."""
-
-Encode = Callable[[str], Sequence[int]]
-Decode = Callable[[Sequence[int]], str]
 
 
 class TextCodec(Protocol):
@@ -114,18 +111,8 @@ class CallProtocol(Protocol):
             stop: the stop string that ended it; None: the model ended it.
         """
 
-    def result_text(self, text: str) -> str:
-        """Return what follows the turn for a tool's answer, as text."""
-
-    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return the tokens of `result_text`, at most `max_tokens`; a longer answer loses its end.
-
-        They are tokenized without the text before them. A special token that the answer spells is ordinary text: a
-        page must not end the turn.
-
-        Raises:
-            ValueError: an empty result does not fit.
-        """
+    def result_frame(self) -> "ResultFrame":
+        """Return the text around a tool's answer, between two turns of the model."""
 
     def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
         """Return the text up to the start of the model's turn, with the tools if the protocol describes them there."""
@@ -178,43 +165,18 @@ def _check_portable(value: object, depth: int = 0) -> None:
             _check_portable(each, depth + 1)
 
 
-def fit_result(text: str, frame: Encode, codec: TextCodec, max_tokens: int) -> list[int]:
-    """Return the tokens of a result, at most `max_tokens` of them.
-
-    A longer answer loses its end, and an extremely long one is cut before it is tokenized: ordinary text has fewer than
-    16 characters per token. The frame stays, and half a character becomes U+FFFD.
-
-    Args:
-        text: the tool's answer.
-        frame: returns the tokens of an answer with the text around it.
-        codec: the tokenizer.
-        max_tokens: at least the length of an empty result.
-
-    Raises:
-        ValueError: an empty result does not fit.
-    """
-    text = whole_characters(text[: _LONGEST_TOKENS * max_tokens])
-    ids = list(frame(text))
-    if len(ids) <= max_tokens:
-        return ids
-    keep = max_tokens - len(frame(""))
-    if keep < 0:
-        raise ValueError(f"max_tool_tokens={max_tokens} cannot hold an empty tool result")
-    body = codec.encode_plain(text)
-    while True:
-        # A cut through a multi-byte character decodes to a replacement character at the end.
-        ids = list(frame(codec.decode(body[:keep]).rstrip("\ufffd")))
-        if len(ids) <= max_tokens or keep == 0:
-            return ids
-        keep = max(0, keep - (len(ids) - max_tokens))
-
-
 @dataclass(frozen=True, slots=True)
-class TurnFrame:
-    """The text around a result that ends the model's turn and begins the next one. It may spell special tokens."""
+class ResultFrame:
+    """The text around a tool's answer.
+
+    A result is tokenized without the text before it. A special token that the answer spells is ordinary text, because
+    a page must not end the model's turn.
+    """
 
     before: str
     after: str
+    ends_turn: bool = True
+    """The frame ends the model's turn and begins the next one, so it may spell special tokens."""
     as_json: bool = False
     """The answer stands in a JSON string."""
 
@@ -223,16 +185,34 @@ class TurnFrame:
         return f"{self.before}{self._written(answer)}{self.after}"
 
     def tokens(self, answer: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return `fit_result` with special tokens around the answer, and none in it."""
+        """Return the tokens of a result, at most `max_tokens` of them.
 
-        def framed(text: str) -> list[int]:
-            return [
-                *codec.encode(self.before),
-                *codec.encode_plain(self._written(text)),
-                *codec.encode(self.after),
-            ]
+        A longer answer loses its end, and an extremely long one is cut before it is tokenized: ordinary text has fewer
+        than 16 characters per token. The frame stays, and half a character becomes U+FFFD.
 
-        return fit_result(answer, framed, codec, max_tokens)
+        Raises:
+            ValueError: an empty result does not fit.
+        """
+        answer = whole_characters(answer[: _LONGEST_TOKENS * max_tokens])
+        ids = self._encode(answer, codec)
+        if len(ids) <= max_tokens:
+            return ids
+        keep = max_tokens - len(self._encode("", codec))
+        if keep < 0:
+            raise ValueError(f"max_tool_tokens={max_tokens} cannot hold an empty tool result")
+        body = codec.encode_plain(answer)
+        while True:
+            # A cut through a multi-byte character decodes to a replacement character at the end.
+            ids = self._encode(codec.decode(body[:keep]).rstrip("\ufffd"), codec)
+            if len(ids) <= max_tokens or keep == 0:
+                return ids
+            keep = max(0, keep - (len(ids) - max_tokens))
+
+    def _encode(self, answer: str, codec: TextCodec) -> list[int]:
+        if not self.ends_turn:
+            return codec.encode_plain(self.text(answer))
+        written = codec.encode_plain(self._written(answer))
+        return [*codec.encode(self.before), *written, *codec.encode(self.after)]
 
     def _written(self, answer: str) -> str:
         return json.dumps(answer, ensure_ascii=False)[1:-1] if self.as_json else answer

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.protocols.base import TurnFrame
+from arpo_megatron.tasks.protocols.base import ResultFrame
 
 _ANSWER = 'answer-of-the-"tool"'
 """Stands for a result in a rendered conversation. Its quotes show whether the template writes results as JSON."""
 _CALL_ID = "call00000"
-_CHATML = TurnFrame("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+_CHATML = ResultFrame("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 
 
 @lru_cache
-def tool_frame(model: Path) -> TurnFrame:
+def tool_frame(model: Path) -> ResultFrame:
     """Return the text around a tool's result, after the token that ends the model's turn.
 
     Raises:
@@ -31,7 +31,7 @@ def tool_frame(model: Path) -> TurnFrame:
 
 
 @lru_cache
-def message_frame(model: Path) -> TurnFrame:
+def message_frame(model: Path) -> ResultFrame:
     """Return the text around a message of the user, after the token that ends the model's turn; ChatML by default.
 
     Raises:
@@ -50,7 +50,7 @@ def _load(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
-def _frame(tokenizer: Any, turn: dict[str, Any], message: dict[str, Any], where: str, fix: str) -> TurnFrame:
+def _frame(tokenizer: Any, turn: dict[str, Any], message: dict[str, Any], where: str, fix: str) -> ResultFrame:
     turns = [{"role": "user", "content": "question"}, turn]
     try:
         called = str(tokenizer.apply_chat_template(turns, tokenize=False))
@@ -62,4 +62,4 @@ def _frame(tokenizer: Any, turn: dict[str, Any], message: dict[str, Any], where:
     if not answered.startswith(called) or end not in called or written not in answered[len(called) :]:
         raise UserError(f"{where} does not append a {message['role']} message after {end}{fix}")
     before, _, after = answered[called.rindex(end) + len(end) :].partition(written)
-    return TurnFrame(before, after, as_json=written is escaped)
+    return ResultFrame(before, after, as_json=written is escaped)

@@ -11,9 +11,8 @@ from arpo_megatron.tasks.protocols.base import (
     Malformed,
     Parsed,
     Reading,
-    TextCodec,
+    ResultFrame,
     ToolCall,
-    TurnFrame,
     read_arguments,
 )
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
@@ -21,7 +20,7 @@ from arpo_megatron.tasks.tags.calls import thought_length
 from arpo_megatron.tasks.tags.response import parse_last_turn
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_FRAME = TurnFrame(
+_FRAME = ResultFrame(
     "<|im_end|>\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )
 UNKNOWN = "unknown"
@@ -65,13 +64,9 @@ class HermesProtocol:
             return _invalid("its arguments are not a JSON object")
         return ToolCall(str(name), arguments)
 
-    def result_text(self, text: str) -> str:
-        """Return the end of the turn, the answer as a message, and the start of the next turn."""
-        return _FRAME.text(text)
-
-    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return the tokens of `result_text`."""
-        return _FRAME.tokens(text, codec, max_tokens)
+    def result_frame(self) -> ResultFrame:
+        """Return the end of the turn, a message for the answer, and the start of the next turn."""
+        return _FRAME
 
     def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
         """Return the conversation with the tools' schemas at the end of the system message, in Qwen's wording."""

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from arpo_megatron.tasks.protocols.base import (
     InvalidCall,
     Malformed,
-    TextCodec,
+    ResultFrame,
     ToolCall,
-    fit_result,
     read_arguments,
 )
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, PYTHON, ToolDefinition
@@ -23,6 +22,9 @@ STOP_STRINGS = tuple(tool.stop for tool in DEFAULT_TOOLS)
 """A generation of a job with the default tools ends after the first of these."""
 ANSWER_STOP = "</answer>"
 """Ends a generation, too, if `rollout.stop_at_answer` is set."""
+
+RESULT_FRAME = ResultFrame(" <result>\n", "\n</result>", ends_turn=False)
+"""The text around a tool's answer. A result continues the model's turn."""
 
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
@@ -101,13 +103,3 @@ def ends_inside_stop(text: str, stops: Sequence[str] = STOP_STRINGS) -> bool:
     A generation must not be cut there, because the engine searches for stop strings in new tokens only.
     """
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
-
-
-def result_text(text: str) -> str:
-    """Return the text that is inserted into the context for a tool's answer."""
-    return f" <result>\n{text}\n</result>"
-
-
-def result_tokens(text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-    """Return the tokens of `result_text`, at most `max_tokens` (`fit_result`)."""
-    return fit_result(text, lambda answer: codec.encode_plain(result_text(answer)), codec, max_tokens)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
-from arpo_megatron.tasks.protocols.base import Parsed, Reading, TextCodec
+from arpo_megatron.tasks.protocols.base import Parsed, Reading, ResultFrame
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
 from arpo_megatron.tasks.tags import calls
 from arpo_megatron.tasks.tags.response import parse_response
@@ -26,13 +26,9 @@ class TagProtocol:
         """Read the call before a closing tag; a turn that the model ends has none."""
         return None if stop is None else calls.parse_call(text, stop, self.tools)
 
-    def result_text(self, text: str) -> str:
-        """Return the answer between <result> and </result>."""
-        return calls.result_text(text)
-
-    def result_tokens(self, text: str, codec: TextCodec, max_tokens: int) -> list[int]:
-        """Return the tokens of `result_text`."""
-        return calls.result_tokens(text, codec, max_tokens)
+    def result_frame(self) -> ResultFrame:
+        """Return <result> and </result> in the same turn."""
+        return calls.RESULT_FRAME
 
     def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
         """Return the conversation; the system prompt explains the tools."""
