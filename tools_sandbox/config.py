@@ -135,7 +135,7 @@ class WebConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class SummaryConfig:
-    """A model behind an OpenAI-compatible endpoint that summarises pages before they are returned."""
+    """A model that summarises pages, at an OpenAI-compatible endpoint. The tool returns its summary, not the page."""
 
     url: str
     """Base address, e.g. http://127.0.0.1:30000/v1."""

@@ -72,5 +72,11 @@ class CpuColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Me
 class CpuRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron has no types
     """Megatron's row-parallel layer with the products of this module."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:  # noqa: A002
+    def _forward_impl(
+        self,
+        input: Tensor,  # noqa: A002  (Megatron's name)
+        weight: Tensor,
+        bias: Tensor | None,
+        **_: Any,
+    ) -> Tensor:
         return _forward(input, weight, bias, allreduce_dgrad=False, sequence_parallel=False, group=None)

@@ -22,7 +22,11 @@ cache, and so does a push. A failed request does not."""
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """State of one engine as a client knows it; behind a router, of the engine that one routing key is sent to."""
+    """State of one engine as a client knows it.
+
+    A client of a router does not know which engine answers. It has one state for each routing key, because a router
+    sends the requests of one key to one engine.
+    """
 
     url: str
     """http://host:port of the engine or the router."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 import aiohttp
 
 from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, ROUTING_KEY_HEADER, CacheId, EngineState, pick_engine
+from arpo_megatron.engine.capacity import EngineCapacity, read_capacities
 from arpo_megatron.engine.exchange import (
     CONNECT_TIMEOUT_S,
     FirstTokens,
@@ -41,7 +42,6 @@ from arpo_megatron.engine.request import (
     read_prefill,
     version_of,
 )
-from arpo_megatron.engine.rooms import EngineRoom, read_rooms
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.tree import Int32Array
 
@@ -159,13 +159,16 @@ class EngineClient:
         else:
             self._placed[key] = engine
 
-    async def rooms(self) -> list[tuple[str, EngineRoom]]:
-        """Return what each engine can hold, by URL; one entry for all of them behind a router. See `read_rooms`."""
+    async def capacities(self) -> list[tuple[str, EngineCapacity]]:
+        """Return the URL and the capacity of each engine (`read_capacities`).
+
+        A router chooses the engine itself, so with a router there is a single entry: its URL and the sums.
+        """
         urls = [engine.url for engine in self._engines]
-        rooms = await read_rooms(self._connected(), urls, wait_s=self._retry_for_s)
-        if self._router is None or not rooms:
-            return list(zip(urls, rooms, strict=False))
-        total = EngineRoom(sum(room.tokens for room in rooms), sum(room.requests for room in rooms))
+        capacities = await read_capacities(self._connected(), urls, wait_s=self._retry_for_s)
+        if self._router is None or not capacities:
+            return list(zip(urls, capacities, strict=False))
+        total = EngineCapacity(sum(each.tokens for each in capacities), sum(each.requests for each in capacities))
         return [(self._router, total)]
 
     async def generate(

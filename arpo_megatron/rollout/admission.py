@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from arpo_megatron.algorithms.branching import PathKey
-from arpo_megatron.engine.rooms import EngineRoom
+from arpo_megatron.engine.capacity import EngineCapacity
 
 FIRST_MARGIN = 1.0
 MIN_MARGIN, MAX_MARGIN = 0.8, 1.2
@@ -69,7 +69,7 @@ class _Tree:
 
 @dataclass(slots=True)
 class _Engine:
-    room: EngineRoom
+    capacity: EngineCapacity
     margin: float = FIRST_MARGIN
     recomputed: float = 0.0
     """Running mean over requests of tokens that were computed again."""
@@ -109,21 +109,21 @@ class KvAdmission:
     """Admission of the paths of all trees to all engines.
 
     Args:
-        rooms: what each engine can hold; none until `set_rooms`: then nothing is granted.
+        capacities: what each engine can hold; none until `set_capacities`: then nothing is granted.
     """
 
-    def __init__(self, rooms: Sequence[EngineRoom] = ()) -> None:
+    def __init__(self, capacities: Sequence[EngineCapacity] = ()) -> None:
         self._engines: list[_Engine] = []
-        self.set_rooms(rooms)
+        self.set_capacities(capacities)
         self._trees: dict[int, _Tree] = {}
         self._unbound: list[PathId] = []  # heap of paths that ask, of trees without an engine
         self._length = 0.0  # expected tokens of a path after the prompt
         self._segment = 0.0  # expected tokens of a segment with the tool result before it
         self._recomputed = self._suspended = 0
 
-    def set_rooms(self, rooms: Sequence[EngineRoom]) -> None:
+    def set_capacities(self, capacities: Sequence[EngineCapacity]) -> None:
         """Set what each engine can hold, once."""
-        self._engines = [_Engine(room) for room in rooms]
+        self._engines = [_Engine(each) for each in capacities]
 
     def add_tree(self, tree: int, prompt: int, longest: int) -> None:
         """Add a tree; trees with smaller numbers come first.
@@ -154,7 +154,7 @@ class KvAdmission:
         engine, suspended = None if grown.engine is None else self._engines[grown.engine], False
         if path.resident and engine is not None:
             self._update(grown)
-            if engine.used + self._segment > engine.room.tokens and tree != self._oldest(engine):
+            if engine.used + self._segment > engine.capacity.tokens and tree != self._oldest(engine):
                 path.resident = False
                 path.cached = 0
                 suspended = True
@@ -173,7 +173,7 @@ class KvAdmission:
             free = max(range(len(self._engines)), key=lambda n: self._free(self._engines[n]))
             engine = self._engines[free]
             self._trees[head[0]].engine = free
-            full = engine.running >= engine.room.requests or self._head(engine.waiting) is not None
+            full = engine.running >= engine.capacity.requests or self._head(engine.waiting) is not None
             if full or not self._admit(engine, head):
                 self._trees[head[0]].engine = None
                 break
@@ -185,7 +185,7 @@ class KvAdmission:
     def _grant_of(self, number: int) -> list[tuple[PathId, int]]:
         """Return the paths whose requests may be sent to one engine now."""
         engine, granted = self._engines[number], list[tuple[PathId, int]]()
-        while engine.running < engine.room.requests and (path := self._next(engine)) is not None:
+        while engine.running < engine.capacity.requests and (path := self._next(engine)) is not None:
             self._trees[path[0]].paths[path[1]].asks = False
             engine.running += 1
             granted.append((path, number))
@@ -284,7 +284,7 @@ class KvAdmission:
         return None
 
     def _free(self, engine: _Engine) -> float:
-        return engine.margin * engine.room.tokens - engine.reserved
+        return engine.margin * engine.capacity.tokens - engine.reserved
 
     def _oldest(self, engine: _Engine) -> int | None:
         return next((n for n, t in self._trees.items() if t.reserved and self._engines[t.engine or 0] is engine), None)
@@ -318,6 +318,6 @@ class KvAdmission:
             engine = self._engines[tree.engine]
             engine.reserved += reserved - tree.reserved
             engine.used += used - tree.used
-            if engine.reserved <= engine.margin * engine.room.tokens:
+            if engine.reserved <= engine.margin * engine.capacity.tokens:
                 engine.draining = False
         tree.reserved, tree.used = reserved, used

@@ -5,12 +5,12 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from arpo_megatron.algorithms.branching import PathKey
+from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.rooms import EngineRoom
 from arpo_megatron.rollout.admission import AdmissionFigures, KvAdmission, PathId
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Role
@@ -18,7 +18,7 @@ from arpo_megatron.tree import Role
 _SPARE_REQUESTS = 1.125
 """Requests sent to an engine over those that it runs: the next ones are there when some end."""
 
-_UNLIMITED = EngineRoom(tokens=2**50, requests=2**40)
+_UNLIMITED = EngineCapacity(tokens=2**50, requests=2**40)
 
 
 @dataclass(slots=True)
@@ -66,10 +66,11 @@ class AdmissionGate:
             await asyncio.gather(self._opening, return_exceptions=True)
 
     async def _open(self) -> None:
-        rooms = await self.engine.rooms() or [("", _UNLIMITED)]
-        self.urls = [url for url, _ in rooms]
-        sent = [EngineRoom(room.tokens, int(room.requests * _SPARE_REQUESTS) + 1) for _, room in rooms]
-        self.admission.set_rooms(sent)
+        capacities = await self.engine.capacities() or [("", _UNLIMITED)]
+        self.urls = [url for url, _ in capacities]
+        self.admission.set_capacities(
+            [replace(each, requests=int(each.requests * _SPARE_REQUESTS) + 1) for _, each in capacities]
+        )
         self.grant()
 
     def tree(self, routing_key: str, prompt: int, longest: int) -> "TreeAdmission":

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from arpo_megatron.engine.rooms import EngineRoom
+from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER
 
 END = 0  # the scripted engine's end-of-sequence token
@@ -51,7 +51,7 @@ class ScriptedEngine:
     """Seconds before each piece of a stream."""
     incarnation: str = "first"
     """Process that answers; "" for an engine without the header."""
-    room: EngineRoom | None = None
+    capacity: EngineCapacity | None = None
     """Sizes that it reports; None for an engine that reports none."""
     running: int = 0
     most_running: int = 0
@@ -139,9 +139,11 @@ class ScriptedEngine:
         return response
 
     async def server_info(self, _request: web.Request) -> web.Response:
-        if self.room is None:
+        if self.capacity is None:
             return web.json_response({})
-        return web.json_response({"max_total_num_tokens": self.room.tokens, "max_running_requests": self.room.requests})
+        return web.json_response(
+            {"max_total_num_tokens": self.capacity.tokens, "max_running_requests": self.capacity.requests}
+        )
 
     async def done(self, _request: web.Request) -> web.Response:
         return web.Response()

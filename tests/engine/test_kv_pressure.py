@@ -34,7 +34,7 @@ def test_answers_are_right_under_evictions_and_retractions(
 
     async def run(url: str) -> tuple[list[Generation], list[Generation]]:
         async with EngineClient(url) as client:
-            assert [room.tokens for _, room in await client.rooms()] == [POOL]
+            assert [capacity.tokens for _, capacity in await client.capacities()] == [POOL]
 
             async def sample(prompt: np.ndarray) -> Generation:
                 return await client.generate(prompt, max_new_tokens=NEW_TOKENS, sampling=Sampling())

@@ -9,8 +9,9 @@ import numpy as np
 
 from arpo_megatron.algorithms.branching import ArpoPolicy, BranchPolicy
 from arpo_megatron.config import AlgorithmConfig
+from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -32,6 +33,24 @@ PLAN = (
     "<think>sure</think><answer>\\boxed{4}</answer>",
 )
 Start = Callable[[ScriptedEngine], ScriptedEngine]
+
+
+class LocalEngine:
+    """Common part of the engine clients that answer in this process: no cache, no streams."""
+
+    streams = False
+
+    def cache_id(self, _key: str) -> CacheId:
+        return "", None, 0
+
+    async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:
+        return len(input_ids), 0
+
+
+def sampled(ids: Sequence[int], finish: EngineFinish, matched: str | None, prompt: int, version: int = 0) -> Generation:
+    """Return an answer whose tokens all have an entropy of 0.5 and a log-prob of -0.5 nats."""
+    values = np.full(len(ids), 0.5, np.float32)
+    return Generation(np.array(ids, np.int32), -values, values, finish, matched, prompt, 0, version)
 
 
 def planned(*plan: str) -> Callable[[str], str]:

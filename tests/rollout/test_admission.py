@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
+from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.engine.rooms import EngineRoom
 from arpo_megatron.rollout.admission import FIRST_MARGIN, MAX_MARGIN, MIN_MARGIN, KvAdmission, PathId
 from arpo_megatron.rollout.admission_gate import AdmissionGate, path_of
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -24,9 +24,9 @@ from tests.rollout.growing import CODEC, SEED, Start, arpo
 from tests.rollout.test_shared_prefixes import script
 
 
-def admission(*rooms: EngineRoom, trees: int = 4, paths: int = 4, prompt: int = 100) -> KvAdmission:
+def admission(*capacities: EngineCapacity, trees: int = 4, paths: int = 4, prompt: int = 100) -> KvAdmission:
     """Return an admission with trees whose paths all ask; a path is expected to have 400 tokens after the prompt."""
-    found = KvAdmission(rooms)
+    found = KvAdmission(capacities)
     for tree in range(trees):
         found.add_tree(tree, prompt, 800)
         for path in range(paths):
@@ -40,14 +40,14 @@ def granted(found: KvAdmission) -> list[PathId]:
 
 
 def test_as_many_paths_run_as_the_pool_is_expected_to_hold() -> None:
-    found = admission(EngineRoom(1800, 64))  # 1800 tokens: a prompt and four paths, or two prompts and four paths
+    found = admission(EngineCapacity(1800, 64))  # 1800 tokens: a prompt and four paths, or two prompts and four paths
     assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,)), (0, (3,))]
     assert found.figures().waiting == 12
     assert granted(found) == []
 
 
 def test_request_limit_of_the_engine_holds_for_resident_paths_too() -> None:
-    found = admission(EngineRoom(10**6, 3))
+    found = admission(EngineCapacity(10**6, 3))
     assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,))]
     found.answered(0, 0, (1,), 150, 0)
     found.ask(0, (1,), 180)
@@ -55,7 +55,7 @@ def test_request_limit_of_the_engine_holds_for_resident_paths_too() -> None:
 
 
 def test_path_larger_than_the_pool_runs_alone() -> None:
-    found = admission(EngineRoom(50, 8), trees=2, paths=1)
+    found = admission(EngineCapacity(50, 8), trees=2, paths=1)
     assert granted(found) == [(0, (0,))]
     found.answered(0, 0, (0,), 120, 0)
     assert granted(found) == []
@@ -64,7 +64,7 @@ def test_path_larger_than_the_pool_runs_alone() -> None:
 
 
 def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
-    found = admission(EngineRoom(1080, 8), trees=2, paths=2)
+    found = admission(EngineCapacity(1080, 8), trees=2, paths=2)
     assert granted(found) == [(0, (0,)), (0, (1,))]
     found.answered(0, 0, (0,), 300, 0)
     found.add_path(0, (0, 0, 1), (0,), 300)
@@ -78,14 +78,14 @@ def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
 
 
 def test_trees_go_to_the_engine_with_the_most_room() -> None:
-    found = admission(EngineRoom(4000, 64), EngineRoom(2000, 64), trees=3)
+    found = admission(EngineCapacity(4000, 64), EngineCapacity(2000, 64), trees=3)
     where = dict(found.grant())
     assert Counter(engine for engine in where.values()) == {0: 8, 1: 4}
     assert len({engine for path, engine in where.items() if path[0] == 1}) == 1, "a tree stays on one engine"
 
 
 def test_margin_shrinks_with_recomputed_tokens_and_grows_without() -> None:
-    found = admission(EngineRoom(2000, 64))
+    found = admission(EngineCapacity(2000, 64))
     granted(found)
     found.answered(0, 0, (0,), 200, 0)
     found.ask(0, (0,), 230)
@@ -106,7 +106,7 @@ def test_margin_shrinks_with_recomputed_tokens_and_grows_without() -> None:
 
 
 def test_push_is_no_sign_of_a_full_pool() -> None:
-    found = admission(EngineRoom(2000, 64))
+    found = admission(EngineCapacity(2000, 64))
     granted(found)
     found.answered(0, 0, (0,), 200, 0)
     found.flushed()
@@ -117,7 +117,7 @@ def test_push_is_no_sign_of_a_full_pool() -> None:
 
 
 def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
-    found = admission(EngineRoom(1300, 64), trees=2, paths=1)
+    found = admission(EngineCapacity(1300, 64), trees=2, paths=1)
     assert granted(found) == [(0, (0,)), (1, (0,))]
     for tree in range(2):
         found.answered(0, tree, (0,), 700, 0)
@@ -134,7 +134,7 @@ def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
 def test_every_request_is_granted_in_the_end(seed: int, engines: int, tokens: int, requests: int) -> None:
     """Random trees: no deadlock, no more requests than an engine takes, and no tokens left counted at the end."""
     draw = random.Random(seed)
-    found = KvAdmission([EngineRoom(tokens, requests)] * engines)
+    found = KvAdmission([EngineCapacity(tokens, requests)] * engines)
     running: list[tuple[PathId, int]] = []
     lengths: dict[PathId, int] = {}
     segments: Counter[PathId] = Counter()
@@ -175,10 +175,10 @@ def test_path_continues_at_its_first_child() -> None:
     assert path_of((2, 0, 1)) == path_of((2, 0, 1, 0, 0)) == (2, 0, 1)
 
 
-@pytest.mark.parametrize("room", [EngineRoom(700, 2), EngineRoom(4000, 6)])
-def test_trees_grow_as_without_admission(scripted_engine: Start, room: EngineRoom) -> None:
+@pytest.mark.parametrize("capacity", [EngineCapacity(700, 2), EngineCapacity(4000, 6)])
+def test_trees_grow_as_without_admission(scripted_engine: Start, capacity: EngineCapacity) -> None:
     """Same trees, and never more requests than the engine runs and the few that it has in reserve."""
-    engine = scripted_engine(ScriptedEngine(str, seeded=script, delay_s=lambda _text: 0.01, room=room))
+    engine = scripted_engine(ScriptedEngine(str, seeded=script, delay_s=lambda _text: 0.01, capacity=capacity))
     policy, limits = arpo(8, 2, k=4, branch_probability=1.0), RolloutLimits(3000, 900, 5, 60, 5.0)
 
     async def run(admitted: bool) -> RolloutReport:
@@ -202,7 +202,7 @@ def test_trees_grow_as_without_admission(scripted_engine: Start, room: EngineRoo
     assert held.failed == free.failed == []
     assert held.stats.counts.admission_s > free.stats.counts.admission_s == 0.0
     assert 0.0 < held.stats.counts.longest_request_s < held.stats.seconds
-    assert engine.most_running <= room.requests * 1.125 + 1
+    assert engine.most_running <= capacity.requests * 1.125 + 1
     for one, other in zip(held.trees, free.trees, strict=True):
         assert [segment.token_ids.tolist() for segment in one.segments] == [
             segment.token_ids.tolist() for segment in other.segments

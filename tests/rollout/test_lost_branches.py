@@ -36,7 +36,7 @@ from arpo_megatron.rollout.replay_decisions import replay_decisions
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.calls import find_stop
 from arpo_megatron.tree import Role, RolloutTree
-from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, arpo
+from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, LocalEngine, arpo, sampled
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 TURNS = (
@@ -83,15 +83,8 @@ class Choices:
 
 
 @dataclass
-class ChoosingEngine:
+class ChoosingEngine(LocalEngine):
     choices: Choices
-    streams: bool = False
-
-    def cache_id(self, _key: str) -> tuple[str, int, int]:
-        return "", 0, 0
-
-    async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:
-        return len(input_ids), 0
 
     async def generate(
         self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, ready: Any, stop: Sequence[str], **_rest: Any
@@ -106,8 +99,7 @@ class ChoosingEngine:
             ids = ids[: len(text) - len(turns[-1])]
         ended = bool(ids) and ids[-1] == 0
         finish = EngineFinish.STOP_STRING if matched else EngineFinish.END_TOKEN if ended else EngineFinish.LENGTH
-        values = np.full(len(ids), 0.5, np.float32)
-        return Generation(np.array(ids, np.int32), -values, values, finish, matched, len(input_ids), 0, 0)
+        return sampled(ids, finish, matched, len(input_ids))
 
 
 @dataclass

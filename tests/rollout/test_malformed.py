@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.branching import GrpoPolicy, path_seed
-from arpo_megatron.engine.affinity import CacheId
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
 from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
@@ -22,7 +21,7 @@ from arpo_megatron.tasks.tags import calls as protocol
 from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
-from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, arpo, grow, planned, texts
+from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, LocalEngine, arpo, grow, planned, sampled, texts
 from tools_sandbox.client import ToolAnswer
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
@@ -150,11 +149,11 @@ FRAGMENTS = st.sampled_from([*CALLS * 8, *TAGS, "é", "→🙂", " text ", "\n",
 
 
 @dataclass
-class ByteEngine:
+class ByteEngine(LocalEngine):
     """Answers as the real client does, in the same process: each path continues one stream of bytes."""
 
-    streams: Sequence[bytes]
-    """The streams to sample from; the seed of a request chooses one."""
+    texts: Sequence[bytes]
+    """The texts to sample from; the seed of a request chooses one."""
     cut_short: float
     """Probability that a weight push cuts a request short."""
     returned: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -162,12 +161,6 @@ class ByteEngine:
     asked: dict[int, list[int]] = field(default_factory=dict)
     """Sampling seed -> prefix of its first request."""
     version: int = 0
-
-    def cache_id(self, _key: str) -> CacheId:
-        return "", 0, 0
-
-    async def prefill(self, input_ids: Any, **_options: Any) -> tuple[int, int]:
-        return len(input_ids), 0
 
     async def generate(
         self, input_ids: Any, *, max_new_tokens: int, sampling: Sampling, ready: Any, stop: Sequence[str], **_rest: Any
@@ -177,7 +170,7 @@ class ByteEngine:
         seed = sampling.seed
         assert seed is not None
         rng = random.Random(seed)
-        stream = [*BYTES.cut(rng.choice(self.streams), rng), END]
+        stream = [*BYTES.cut(rng.choice(self.texts), rng), END]
         before = self.returned[seed]
         assert input_ids.tolist() == self.asked.setdefault(seed, input_ids.tolist()) + before
         ids, matched, finish = [], None, EngineFinish.LENGTH
@@ -195,9 +188,8 @@ class ByteEngine:
                 finish = EngineFinish.END_TOKEN
                 break
         before += ids
-        values = np.full(len(ids), 0.5, np.float32)
         version = self.version - (finish is EngineFinish.CUT_SHORT)
-        return Generation(np.array(ids, np.int32), -values, values, finish, matched, len(input_ids), 0, version)
+        return sampled(ids, finish, matched, len(input_ids), version)
 
 
 class Echo:
