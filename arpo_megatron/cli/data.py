@@ -1,6 +1,7 @@
 """`arpo data check`: what a job would read from a file of questions."""
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -26,13 +27,19 @@ def check(
 
     With model.path=DIR its chat template and tokenizer are used.
     """
-    from arpo_megatron.jobs.inputs import load_tokenizer
+    from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
     from arpo_megatron.jobs.resolve import resolve
+    from arpo_megatron.jobs.run_directory import RunDirectory
+    from arpo_megatron.launch.tool_check import check_tools
     from arpo_megatron.plan.data_check import describe_data
 
     config = resolve(recipe, overrides=["data.kind=files", f"data.path={file}", *(overrides or ())])
     tokenizer = None if config.model.path is None else load_tokenizer(config.model.path)
-    for line in describe_data(config, tokenizer):
-        print(line)
+    with tempfile.TemporaryDirectory(prefix="arpo-data-check-") as folder:
+        run = RunDirectory(Path(folder))
+        write_tool_files(config, run, JobData((), ()))
+        check_tools(config, run)  # writes the definitions of tools that the job names
+        for line in describe_data(config, run, tokenizer):
+            print(line)
     sys.stdout.flush()
     next_command(f"arpo train {recipe} data.path={file} --dry-run")

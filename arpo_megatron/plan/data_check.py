@@ -8,6 +8,7 @@ import numpy as np
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs.prompts import with_tool_prompts
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.workload import TYPICAL_FILL, typical
 from arpo_megatron.tasks.base import BadRow, Task
 from arpo_megatron.tasks.files.reader import read_tasks
@@ -21,18 +22,21 @@ _BYTES_PER_TOKEN = 4.0
 """Bytes of English text per token, if there is no tokenizer. Assumption."""
 
 
-def describe_data(config: JobConfig, tokenizer: "PreTrainedTokenizerFast | None") -> Iterator[str]:
+def describe_data(
+    config: JobConfig, run: RunDirectory | None, tokenizer: "PreTrainedTokenizerFast | None"
+) -> Iterator[str]:
     """Yield the lines of `arpo data check`.
 
     Args:
         config: the job, with `data.path`.
+        run: has the definitions of the job's tools; None: prompts describe search and python.
         tokenizer: that of `model.path`; None: lengths are estimated and no prompt is too long.
 
     Raises:
         UserError: a file cannot be used.
     """
     read = read_tasks(config.data, tokenizer)
-    tasks = with_tool_prompts(read.tasks, config, None, tokenizer, config.rollout.system_prompt)
+    tasks = with_tool_prompts(read.tasks, config, run, tokenizer, config.rollout.system_prompt)
     bad = read.bad_rows
     kinds = Counter(task.source for task in tasks)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
