@@ -200,11 +200,11 @@ def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = l
     """
     if config.model.path is None and not run.initial_model.exists():
         _make_model(config, run)
-    check_started_with(config, run)
+    changed = check_started_with(config, run)
     tokenizer = load_tokenizer(start_model(config, run, "sft"))
     data = load_data(config, tokenizer)
     _check_data(config, data, tokenizer)
-    data = replace(data, notes=write_tool_files(config, run, data))
+    data = replace(data, notes=[*changed, *write_tool_files(config, run, data)])
     spec = ModelSpec.from_hf(start_model(config, run, "sft"))
     if (conversations := load_conversations(config, tokenizer, spec, log)) is not None:
         conversations.split(config.sft.held_out, config.seed)  # raises now if nothing is left to train on

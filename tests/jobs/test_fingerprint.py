@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,23 @@ def test_changed_weights_are_reported_with_equal_size_and_time(config: JobConfig
         check_started_with(config, run)
     save_random_weights(file.parent, seed=1)
     check_started_with(config, run)
+
+
+def test_changed_python_files_are_noted_once_and_do_not_end_the_run(config: JobConfig, tmp_path: Path) -> None:
+    code, tool, tools = tmp_path / "mine.py", tmp_path / "tool.py", tmp_path / "tools.yaml"
+    code.write_text("def score(question, answer, trajectory):\n    return 1.0\n")
+    tool.write_text("class Convert: ...\n")
+    tools.write_text(f"plugins: [{{name: {tool}:Convert}}]\n")
+    config = replace(config, reward=replace(config.reward, kind=f"{code}:score"))
+    config = replace(config, sandbox=replace(config.sandbox, file=tools))
+    run = run_directory.fresh(config)
+    assert check_started_with(config, run) == []
+    assert check_started_with(config, run) == []
+    code.write_text("def score(question, answer, trajectory):\n    return 0.5\n")
+    tool.write_text("class Convert:\n    pass\n")
+    notes = check_started_with(config, run)
+    assert [note.partition(" has changed since")[0] for note in notes] == [
+        f"reward.kind={code}:score",
+        f"sandbox.file: plugins[0]={tool}:Convert",
+    ]
+    assert check_started_with(config, run) == []
