@@ -1,5 +1,6 @@
 """`arpo eval`: answer questions, score the answers, save them as they arrive, and report."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -33,6 +34,7 @@ from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.protocols.build import reading_protocol
+from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS, RENDERED
 from arpo_megatron.utils.atomic import write_json
 
@@ -142,6 +144,7 @@ def _resolve(request: EvalRequest, log: Log, *, create: bool = True) -> _Evaluat
     config = eval_config(target, benchmarks, tools, list(request.overrides or ()), request.setting)
     if config.rollout.environment is not None and suite != HELD_OUT:
         raise UserError(f"rollout.environment={config.rollout.environment}: only --suite {HELD_OUT} has its tasks")
+    _check_searchable(sets, config, target, tools)
     if request.judge_all:
         if config.reward.judge.url is None:
             raise UserError("--judge-all needs reward.judge.url=http://HOST:PORT/v1 and reward.judge.model=NAME")
@@ -287,13 +290,12 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
     target, config, out, tools = evaluation.target, evaluation.config, evaluation.out, evaluation.tools
-    if target.kind in (TargetKind.ORACLE, TargetKind.WRONG):
+    if target.is_oracle:
         yield OracleAgent(correct=target.kind is TargetKind.ORACLE)
         return
     for note in write_tool_files(config, out, prompted.data):
         evaluation.log(note)
     if tools is not Tools.NONE:
-        _check_searchable(evaluation)
         for note in check_tools(config, out):
             evaluation.log(note)
     with Supervisor(out.logs) as supervisor:
@@ -317,11 +319,19 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
                 rollouts.close()
 
 
-def _check_searchable(evaluation: _Evaluation) -> None:
+def _check_searchable(sets: Sequence[TestSet], config: JobConfig, target: EvalTarget, tools: Tools) -> None:
     """Raise UserError if a benchmark needs search and the tool service has nothing to search."""
-    names = [each.benchmark.name for each in evaluation.sets if each.benchmark.needs_search]
-    tools = evaluation.config.rollout.tools
-    if names and (tools is None or "search" in tools) and not evaluation.out.searchable:
+    from arpo_megatron.jobs.inputs import JobData, write_tool_files
+
+    names = [each.benchmark.name for each in sets if each.benchmark.needs_search]
+    searches = tools is not Tools.NONE and not target.is_oracle and "search" in tool_names(config.rollout.tools)
+    own_facts = target.kind is TargetKind.RUN and config.data.is_generated
+    if not names or not searches or own_facts:
+        return
+    with tempfile.TemporaryDirectory(prefix="arpo-eval-check-") as folder:
+        write_tool_files(config, RunDirectory(Path(folder)), JobData((), ()))
+        searchable = RunDirectory(Path(folder)).searchable
+    if not searchable:
         raise UserError(
             f"{', '.join(names)}: the search tool has nothing to search: name a corpus or an engine in "
             "sandbox.file=FILE (docs/guides/tools.md), or evaluate with --tools none"

@@ -75,6 +75,11 @@ class EvalTarget:
     url: str = ""
     """Address, for `TargetKind.SERVER`."""
 
+    @property
+    def is_oracle(self) -> bool:
+        """Whether no model answers."""
+        return self.kind in (TargetKind.ORACLE, TargetKind.WRONG)
+
 
 def parse_target(text: str, model: str | None) -> EvalTarget:
     """Parse the arguments TARGET and --model.

@@ -9,7 +9,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import BENCHMARKS
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.questions import find
-from arpo_megatron.evaluation.run import evaluate
+from arpo_megatron.evaluation.run import describe, evaluate
 from arpo_megatron.evaluation.target import Setting, eval_config, parse_target
 from arpo_megatron.rewards.judge.judge import read_verdict
 from arpo_megatron.rewards.judge.prompts import CORRECT, INCORRECT, released_question
@@ -72,6 +72,8 @@ def test_benchmark_of_facts_is_refused_without_search(files: Path, tmp_path: Pat
     with served(ChatServer(lambda _messages: "<answer>\\boxed{Paris}</answer>")) as server:
         with pytest.raises(UserError, match=r"hotpotqa: the search tool has nothing to search: .*sandbox.file=FILE"):
             evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT, **asked))
+        with pytest.raises(UserError, match=r"hotpotqa: the search tool has nothing to search"):
+            describe(request(server, files, tmp_path / "out", tools=Tools.PROMPT, **asked))  # --dry-run
         assert not server.asked()
         assert evaluate(request(server, files, tmp_path / "none", tools=Tools.NONE, **asked))["accuracy"] == 1.0
 
