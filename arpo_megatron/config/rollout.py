@@ -62,9 +62,9 @@ class RolloutConfig:
     max_staleness: NonNegative = 0
     """0: a step trains only trees that it began. n >= 1: a step trains trees that began at most n policy versions
     earlier, and twice its number of trees are in flight, also while the trainer trains."""
-    across_push: Literal["keep", "drain"] = "keep"
-    """Treatment of trees in flight at a weight push. `keep`: they continue with the new weights. `drain`: they are
-    finished first."""
+    across_push: Literal["keep", "keep_kv", "drain"] = "keep"
+    """Treatment of trees in flight at a weight push. `keep`: they continue with the new weights. `keep_kv`: so do they,
+    on the keys and values of the old weights, which are not computed again. `drain`: they are finished first."""
     admission: Literal["kv", "all"] = "kv"
     """Trajectories that are in an engine at the same time. `kv`: as many as its KV pool is expected to hold, of older
     trees first, so that prefixes stay in its cache while tools run. `all`: all of them."""

@@ -144,6 +144,8 @@ def _check_staleness(config: "JobConfig") -> None:
     rollout = config.rollout
     if rollout.max_staleness and rollout.oversampling:
         raise ValueError("rollout.oversampling needs rollout.max_staleness=0: trees then stay in flight anyway")
+    if rollout.across_push == "keep_kv" and not rollout.max_staleness:
+        raise ValueError("rollout.across_push=keep_kv needs rollout.max_staleness > 0: no tree is in flight at a push")
     if rollout.stale == "drop" and not rollout.max_staleness:
         raise ValueError("rollout.stale=drop needs rollout.max_staleness > 0: without it no tree is stale")
 

@@ -17,7 +17,8 @@ MAX_BACKOFF_S = 5.0
 
 CacheId = tuple[str, str | None, int]
 """Identity of a radix cache's content: the engine's URL, its incarnation, the pushes so far. A restart empties the
-cache, and so does a push. A failed request does not."""
+cache, and so does a push. A failed request does not. If pushes leave the cache as it is, the last number is that of the
+policy for whose trees this part of the cache is."""
 
 
 @dataclass(slots=True, eq=False)

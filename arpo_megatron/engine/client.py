@@ -64,6 +64,8 @@ class EngineClient:
         request_timeout_s: deadline of one attempt. It starts when the request runs, if `streams`.
         retry_for_s: time after a request's first failure during which it is retried (an engine may be restarting).
             Waiting for a push (`on_stale`) does not count.
+        keeps_kv: a push leaves the engines' caches as they are. Trees that began with the same policy version share a
+            part of the cache (SGLang's `extra_key`), so a newer tree never reads older keys and values.
         streams: the engines stream entropies (`version.streams_entropies`). Not through SGLang's router, which drops
             the interval of a stream.
     """
@@ -75,10 +77,12 @@ class EngineClient:
         token: str | None = None,
         request_timeout_s: float = 600.0,
         retry_for_s: float = 60.0,
+        keeps_kv: bool = False,
         streams: bool = False,
     ) -> None:
         self.streams = streams and router is None
         """Whether `generate` can report the first tokens of an answer."""
+        self.keeps_kv = keeps_kv
         self.version = 0
         """Oldest accepted policy version. Answers from older weights, as a restarted engine has, are sampled again."""
         self.pushes = 0
@@ -91,6 +95,7 @@ class EngineClient:
         self._engines = tuple(EngineState(url.rstrip("/")) for url in urls)
         self._router = None if router is None else router.rstrip("/")
         self._placed: dict[str, EngineState] = {}  # by key: the engine that `place` has chosen
+        self._began: dict[str, int] = {}  # by key: the policy version whose part of the cache its tree uses
         self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
         self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
         self._bypass_router: set[str] = set()  # keys that the router sends to an engine with old weights
@@ -149,7 +154,22 @@ class EngineClient:
     def cache_id(self, key: str) -> CacheId:
         """Return the cache that a request with this routing key would hit now."""
         engine = self._pick(key)
-        return engine.url, engine.incarnation, self.pushes
+        return engine.url, engine.incarnation, self._cache_version(key) if self.keeps_kv else self.pushes
+
+    def begin_tree(self, key: str, version: int) -> None:
+        """Note the policy version with which the tree of a routing key began, until `end_tree`."""
+        self._began[key] = version
+
+    def end_tree(self, key: str) -> None:
+        """Forget a tree."""
+        self._began.pop(key, None)
+
+    def _cache_version(self, key: str) -> int:
+        return self._began.get(key, self.version)
+
+    def _in_cache(self, body: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return a request that uses the part of the cache of its tree."""
+        return body | {"extra_key": str(self._cache_version(key))} if self.keeps_kv else body
 
     def place(self, key: str, url: str | None) -> None:
         """Send requests with this routing key to one engine while it is up; None: to any. A router decides alone."""
@@ -212,7 +232,7 @@ class EngineClient:
         body = generation_request(
             input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes, stream=stream
         )
-        answer = await self._request(body, key, ready, on_retry, watch)
+        answer = await self._request(self._in_cache(body, key), key, ready, on_retry, watch)
         if watch is not None and answer is watch.answer:
             return first_tokens(answer, watch.count)
         return read_generation(answer, routes)
@@ -230,7 +250,8 @@ class EngineClient:
 
         Without it, requests that start from the same new prefix at the same time would each compute it.
         """
-        return read_prefill(await self._request(prefill_request(input_ids), key, on_retry=on_retry))
+        body = self._in_cache(prefill_request(input_ids), key)
+        return read_prefill(await self._request(body, key, on_retry=on_retry))
 
     async def prefill_everywhere(
         self, input_ids: Sequence[int] | Int32Array, *, on_retry: Callable[[], None] = lambda: None
@@ -245,10 +266,9 @@ class EngineClient:
         """
         if len(self._engines) == 1:
             return [await self.prefill(input_ids, on_retry=on_retry)]
-        body = prefill_request(input_ids)
         while True:
             await self._gate.wait()
-            pushes = self.pushes
+            pushes, body = self.pushes, self._in_cache(prefill_request(input_ids), "")
             answers = await quick_answers([self._attempt(engine, body) for engine in self._engines])
             if self._gate.is_set() and self.pushes == pushes:  # else a push has emptied the caches
                 if answers:

@@ -22,7 +22,12 @@ import requests
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.options import extra_options
 from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
-from arpo_megatron.engine.wire.endpoints import AWAIT_PUSH_VARIABLE, ENGINE_TOKEN_VARIABLE, HEALTH_PATH
+from arpo_megatron.engine.wire.endpoints import (
+    AWAIT_PUSH_VARIABLE,
+    ENGINE_TOKEN_VARIABLE,
+    HEALTH_PATH,
+    KEEP_KV_VARIABLE,
+)
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT, process_environment, trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
@@ -120,6 +125,7 @@ def launch_engine(
     port: int = 0,
     placement: Placement = ON_CPU,
     expert_routes: bool = False,
+    keeps_kv: bool = False,
     options: Mapping[str, object] = _NO_OPTIONS,
 ) -> EngineHandle:
     """Start SGLang on `model_path` and return when it has answered a generation.
@@ -133,6 +139,7 @@ def launch_engine(
         port: TCP port on 127.0.0.1; 0 picks a free one.
         placement: the GPUs to use, if any.
         expert_routes: see `engine_service`.
+        keeps_kv: see `engine_service`.
         options: see `engine_service`.
 
     Raises:
@@ -152,6 +159,7 @@ def launch_engine(
             scratch=scratch.path,
             placement=placement,
             expert_routes=expert_routes,
+            keeps_kv=keeps_kv,
             options=options,
         )
         started = time.monotonic()
@@ -177,6 +185,7 @@ def engine_service(
     placement: Placement = ON_CPU,
     name: str = "engine",
     expert_routes: bool = False,
+    keeps_kv: bool = False,
     host: str = "127.0.0.1",
     token: str | None = None,
     options: Mapping[str, object] = _NO_OPTIONS,
@@ -188,6 +197,7 @@ def engine_service(
         scratch: directory for its temporary files; the path must be short (IPC sockets).
         name: name of the service.
         expert_routes: let requests ask for the experts that each token was sent to.
+        keeps_kv: a push does not empty the KV cache.
         token: bearer token that requests must have; None: anyone who can reach the server may use it.
         options: SGLang options that override `engine_options`.
 
@@ -207,7 +217,11 @@ def engine_service(
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "arpo_megatron.engine.server.main", *_arguments(sglang_options), *_FLAGS],
         log=log_path,
-        environment=_environment(scratch, placement, engine, host) | _token_variable(token),
+        environment={
+            **_environment(scratch, placement, engine, host),
+            **_token_variable(token),
+            KEEP_KV_VARIABLE: "1" if keeps_kv else "",
+        },
         startup_timeout_s=engine.startup_timeout_s,
         hang_timeout_s=engine.hang_timeout_s,
         alive=HEALTH_PATH,  # 7 ms on a CPU

@@ -107,7 +107,13 @@ def check_machine(config: JobConfig) -> None:
             f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, but torch "
             f"finds {gpus}"
         )
-    if config.sync.transport == "ipc" and not Placement.of(config, gpus).shared:
+    shared = Placement.of(config, gpus).shared
+    if config.rollout.across_push == "keep_kv" and shared:
+        raise UserError(
+            "rollout.across_push=keep_kv needs engine.placement=split: engines that share GPUs with the trainer "
+            "release the memory of their KV cache"
+        )
+    if config.sync.transport == "ipc" and not shared:
         raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
     if config.model.transformer_impl == "transformer_engine" and not extension_installed():
         raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")

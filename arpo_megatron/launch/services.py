@@ -134,6 +134,7 @@ def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Pat
         placement=backend.placement(config, index),
         name=name,
         expert_routes=uses_expert_routes(config),
+        keeps_kv=config.rollout.across_push == "keep_kv",
         host=backend.host(role),
         token=token,
     )

@@ -82,6 +82,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: Services) -> Roll
         protocol=config.rollout.protocol,
         tool_call_parser=config.rollout.tool_call_parser,
         admission=config.rollout.admission,
+        keeps_kv=config.rollout.across_push == "keep_kv",
         environment=config.rollout.environment,
         environment_params=config.rollout.environment_params,
     )

@@ -136,6 +136,8 @@ class ServiceSettings:
     """SGLang's name of the format of calls (`rollout.tool_call_parser`)."""
     admission: Literal["kv", "all"] = "kv"
     """`rollout.admission`."""
+    keeps_kv: bool = False
+    """Whether pushes leave the engines' KV caches as they are (`rollout.across_push=keep_kv`)."""
     environment: str | None = None
     """Name of the environment (`rollout.environment`); None: the policy calls tools."""
     environment_params: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -66,6 +66,7 @@ class _PoolTree:
     """A tree that grows, or that waits for its collection."""
 
     tree_id: int
+    routing_key: str
     version: int
     """Policy version at its start."""
     grower: TreeGrower
@@ -167,8 +168,10 @@ class TreePool:
             if not queue.trees:
                 queue.since = time.monotonic()
             environments = self._environments(each)
+            key = routing_key(each.step, each.task.id)
+            self._engine.begin_tree(key, each.version)
             grower = self._grower(each, prompt, queue, environments)
-            tree = _PoolTree(each.tree_id, each.version, grower, grower.admission, environments)
+            tree = _PoolTree(each.tree_id, key, each.version, grower, grower.admission, environments)
             queue.trees.append(tree)
             queue.unfinished[tree.version] += 1
             tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
@@ -260,6 +263,9 @@ class TreePool:
     def resume(self, version: int) -> None:
         """Continue with policy `version`, which every engine has now."""
         self._stale.clear()
+        if self._engine.keeps_kv:
+            self._engine.resume(version)
+            return
         if self._admission is not None:
             self._admission.flushed()
         self._engine.resume(version)
@@ -322,6 +328,7 @@ class TreePool:
             if not isinstance(error, TREE_FAILURES):
                 traceback.print_exc()
         finally:
+            self._engine.end_tree(tree.routing_key)
             if tree.admission is not None:
                 tree.admission.close()
             if tree.environments is not None:

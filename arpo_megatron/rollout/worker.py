@@ -139,6 +139,7 @@ class Session:
             token=settings.engine_token,
             request_timeout_s=settings.request_timeout_s,
             retry_for_s=settings.retry_for_s,
+            keeps_kv=settings.keeps_kv,
             streams=streams_entropies(),
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)

@@ -120,17 +120,33 @@ def fork_chance(trees: Sequence[RolloutTree]) -> float:
     return float(np.mean(chances)) if chances else math.nan
 
 
-def sampling_gap(batches: Sequence[Batch], logprobs: Sequence[Sequence[Logprobs]], *, version: int) -> float | None:
+def sampling_gap(
+    batches: Sequence[Batch],
+    logprobs: Sequence[Sequence[Logprobs]],
+    *,
+    version: int,
+    old_kv: bool | None = None,
+) -> float | None:
     """Return the largest |trainer - engine| log-prob in nats over the tokens that policy `version` sampled.
 
-    inf if a log-prob is not finite; None if there is no such token: older policies sampled all of them, or this rank
-    has no trees.
+    Args:
+        batches: the step's trees, on rank 0.
+        logprobs: float32 for each pack of each batch: the trainer's log-probs in nats.
+        version: the policy version.
+        old_kv: only trees that began with an older version (True), whose keys and values the engine may have kept, or
+            only those that began with this one (False); None: all.
+
+    Returns:
+        inf if a log-prob is not finite; None if there is no such token: older policies sampled all of them, or this
+        rank has no trees.
     """
     largest: float | None = None
     for batch, outputs in zip(batches, logprobs, strict=True):
         if not batch.trees:
             continue
         for tree, ours in zip(batch.trees, split_by_tree(batch.packs, outputs, batch.trees), strict=True):
+            if old_kv is not None and (tree.step < version) != old_kv:
+                continue
             ends = np.cumsum([len(segment) for segment in tree.segments])
             for segment, end in zip(tree.segments, ends, strict=True):
                 if segment.logprobs is None or segment.policy_version != version or not len(segment):

@@ -240,7 +240,9 @@ class TrainingRun:
         """
         session, config = self.session, self.config
         evaluated = evaluation_due(config, self.step)
-        gap = sampling_gap(batches, [old.logprobs for old in old_outputs], version=self.step)
+        logprobs, keeps_kv = [old.logprobs for old in old_outputs], config.rollout.across_push == "keep_kv"
+        gap = sampling_gap(batches, logprobs, version=self.step, old_kv=False if keeps_kv else None)
+        kept = {"logprob_gap_old_kv": sampling_gap(batches, logprobs, version=self.step, old_kv=True)}
         if gap is not None and math.isfinite(gap):  # otherwise the update was skipped, which is logged
             self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
         self.state.step += 1
@@ -252,6 +254,7 @@ class TrainingRun:
                 "step": self.step,
                 **self.controller.finish_step(trees, trained_trees(batches, old_outputs), self.state.totals),
                 "logprob_gap": gap,
+                **(kept if keeps_kv else {}),
                 **pack_metrics(batches, self.actor.spec, config),
                 **update_metrics(updates),
                 **speed_metrics(batches, self.actor.spec, config, seconds),

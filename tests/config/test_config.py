@@ -158,6 +158,7 @@ def test_documented_choices_can_be_overrides() -> None:
         more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "files" else []
         more += ["model.path=x"] if value == "rollout" else []
         more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if value == "drop" else []
+        more += ["rollout.max_staleness=1"] if value == "keep_kv" else []
         more += ["rollout.max_response_tokens=1024"] if value == "answer_now" else []
         resolve.resolve("quickstart", overrides=[f"{key}={value}", *more])
 

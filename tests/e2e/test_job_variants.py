@@ -83,6 +83,18 @@ def test_grpo_replaces_groups_without_signal_and_counts_dropped_trees(warm_run: 
 
 
 @pytest.mark.slow_campaign
+def test_trees_that_continue_on_old_keys_and_values_have_a_gap_of_their_own(warm_run: Path) -> None:
+    """The new weights sample with a context that the old ones have encoded: only those tokens differ by more."""
+    overrides = ["train.steps=4", *SHORT, *AHEAD, "rollout.across_push=keep_kv", "optimizer.lr=1e-3"]
+    run_to_end(quickstart("train", warm_run, *overrides), warm_run)
+    rows = rows_of(warm_run / "metrics.jsonl")
+    assert all(row["logprob_gap"] is None or row["logprob_gap"] < 1e-3 for row in rows)
+    mixed = [row["logprob_gap_old_kv"] for row in rows if row["logprob_gap_old_kv"] is not None]
+    assert mixed and 1e-3 < max(mixed) < 5.0, "a tree has continued over a push"
+    assert not any(undocumented(row) for row in rows)
+
+
+@pytest.mark.slow_campaign
 def test_sft_with_tensor_and_sequence_parallelism(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_to_end(quickstart("sft", run, "sft.steps=2", "sft.batch=15", *TWO_RANKS), run)

@@ -343,3 +343,27 @@ def test_transient_failures_are_retried_and_counted(
 
     asyncio.run(run())
     assert flaky.met == [*faults, ""]
+
+
+def test_trees_of_each_policy_version_have_a_part_of_a_kept_cache(scripted_engine: Start) -> None:
+    """A push with `rollout.across_push=keep_kv` leaves old keys and values, which a new tree must not read."""
+    engine = scripted_engine(ScriptedEngine(lambda _text: "yes\0"))
+
+    async def run() -> list[tuple[str, str | None, int]]:
+        seen = []
+        async with EngineClient(engine.url, keeps_kv=True) as client:
+            client.resume(3)
+            client.begin_tree("old", 3)
+            for version in (3, 4):
+                client.resume(version)
+                client.begin_tree(f"new in {version}", version)
+                for key in ("old", f"new in {version}"):
+                    await client.generate([104, 105], max_new_tokens=4, sampling=Sampling(), key=key)
+                    seen.append((key, engine.requests[-1]["extra_key"], client.cache_id(key)[2]))
+            await client.prefill([104, 105], key="old")
+            client.end_tree("old")
+            await client.prefill([104, 105], key="old")
+        return seen
+
+    assert asyncio.run(run()) == [("old", "3", 3), ("new in 3", "3", 3), ("old", "3", 3), ("new in 4", "4", 4)]
+    assert [request["extra_key"] for request in engine.requests[-2:]] == ["3", "4"]

@@ -60,6 +60,18 @@ def test_sampling_gap_covers_tokens_of_the_present_version() -> None:
     assert sampling_gap([first[0], second[0]], [first[1], second[1]], version=2) == 8.0
 
 
+def test_sampling_gap_separates_trees_that_began_with_older_weights() -> None:
+    """Their keys and values may be those of older weights (`rollout.across_push=keep_kv`)."""
+    (batch, logprobs), version = sampled_batch(3, 3), 3
+    set_logprob((batch, logprobs), 2, -1.5)
+    batch.trees[0].step = version - 1
+    assert sampling_gap([batch], [logprobs], version=version, old_kv=True) == 0.5
+    assert sampling_gap([batch], [logprobs], version=version, old_kv=False) is None
+    batch.trees[0].step = version
+    assert sampling_gap([batch], [logprobs], version=version, old_kv=True) is None
+    assert sampling_gap([batch], [logprobs], version=version, old_kv=False) == 0.5
+
+
 def test_sampling_gap_is_none_without_tokens_to_compare() -> None:
     first = sampled_batch(3, 2)
     assert sampling_gap([first[0]], [first[1]], version=4) is None  # older versions sampled all

@@ -13,7 +13,8 @@ to SGLang's server:
 own endpoints take weights: otherwise a server that was restarted during a push would mix the rest of the push with the
 weights it was started with. `commit_push` gives the number of such calls in the push. Unless the same number, at least
 one, has succeeded here, the gate stays closed. The commit empties the caches, whose keys and values come from the old
-weights, and sets the version that answers report.
+weights, and sets the version that answers report. With `ARPO_KEEP_KV` nothing empties them, and /flush_cache answers
+only whether a generation is running.
 
 SGLang generates at many paths, and newer versions may have more. So the gate lists the paths that pass when it is
 closed and waits for all other requests. SGLang's /health generates, too: /health/arpo answers in its place while the
@@ -48,6 +49,7 @@ from arpo_megatron.engine.wire.endpoints import (
     ENGINE_TOKEN_VARIABLE,
     HEALTH_PATH,
     INCARNATION_HEADER,
+    KEEP_KV_VARIABLE,
 )
 
 Scope = MutableMapping[str, Any]
@@ -94,6 +96,7 @@ class PushGate:
         self._incarnation = uuid.uuid4().hex
         self._closed = "the engine waits for its first weights" if os.environ.get(AWAIT_PUSH_VARIABLE) else None
         """Why the gate is closed; None while it is open."""
+        self._keeps_kv = bool(os.environ.get(KEEP_KV_VARIABLE))
         self._push: _Push | None = None
         self._running = 0
         self._lent: frozenset[str] = frozenset()
@@ -107,7 +110,9 @@ class PushGate:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] == "lifespan" or path in _PASSING:
+        if path == "/flush_cache" and self._keeps_kv:
+            await self._answer(send, 409 if self._running else 200, {})
+        elif scope["type"] == "lifespan" or path in _PASSING:
             await self._app(scope, receive, send)
         elif path == HEALTH_PATH or (path == "/health" and self._closed):
             await self._answer(send, *await self._health())
@@ -209,9 +214,10 @@ class PushGate:
         if self._lent:
             return 409, {"error": f"version {version} cannot be served: the trainer has the memory of the KV cache"}
         manager = _manager()
-        flushed = await manager.flush_cache(timeout_s=timeout_s)
-        if not flushed.success:
-            return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
+        if not self._keeps_kv:
+            flushed = await manager.flush_cache(timeout_s=timeout_s)
+            if not flushed.success:
+                return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
         if self._push is not push:
             return 409, {"error": f"another push has begun meanwhile: {self._closed}"}
         _set_version(manager, version)

@@ -7,6 +7,10 @@ AWAIT_PUSH_VARIABLE = "ARPO_AWAIT_PUSH"
 """Environment variable of engines. Any value: the engine starts without weights and refuses to generate until a push.
 """
 
+KEEP_KV_VARIABLE = "ARPO_KEEP_KV"
+"""Environment variable of engines. Any value: a push leaves the KV cache as it is (`rollout.across_push=keep_kv`).
+Requests then name the part of the cache that they use (`extra_key`)."""
+
 HEALTH_PATH = "/health/arpo"
 """Health probe that generates nothing. SGLang lets paths below /health pass without a token."""
 
