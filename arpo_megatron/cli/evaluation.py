@@ -102,7 +102,7 @@ def evaluate(
         given = {name: value for name, value in options.items() if name not in ("target", "overrides")}
         submit_command(cluster, "eval", target, *(overrides or ()), **given, step=step, dry_run=dry_run)
         return
-    if step is not None:
+    if step is not None and not dry_run:  # it exports the checkpoint
         options["model"] = step_model(target, step, model)
     from arpo_megatron.evaluation.run import EvalRequest, describe
     from arpo_megatron.evaluation.run import evaluate as run

@@ -14,7 +14,9 @@ FOLLOWING = ("eval", "export")
 """Commands that `--then` accepts."""
 
 
-def submit_command(cluster: str, command: str, run: str, *arguments: str, **options: object) -> None:
+def submit_command(
+    cluster: str, command: str, run: str, *arguments: str, dry_run: bool = False, **options: object
+) -> None:
     """Submit `arpo COMMAND RUN ARGUMENTS... OPTIONS...` as a job on one node of the cluster.
 
     Args:
@@ -22,16 +24,19 @@ def submit_command(cluster: str, command: str, run: str, *arguments: str, **opti
         command: `eval`, `export` or `serve`.
         run: directory of a run, or the name of a submitted one.
         arguments: further arguments.
+        dry_run: print the batch script, and submit nothing.
         options: options of the command; None and False are left out, True is a flag.
     """
-    from arpo_megatron.cluster.commands import submit_command as submit
+    from arpo_megatron.cluster import submit
+    from arpo_megatron.cluster.commands import command_submission
+    from arpo_megatron.cluster.commands import submit_command as submit_job
     from arpo_megatron.cluster.profile import load_profile
     from arpo_megatron.cluster.runs import address, find_run
     from arpo_megatron.cluster.ssh import run_on_login_node
     from arpo_megatron.jobs.run_directory import RunDirectory
 
     named = {name.replace("_", "-"): value for name, value in options.items()}
-    run_on_login_node(cluster, command, run, *arguments, **named)
+    run_on_login_node(cluster, command, run, *arguments, **named, **({"dry-run": True} if dry_run else {}))
     directory = RunDirectory(Path(run).absolute())
     if not directory.config.is_file():
         directory = find_run(run, cluster)
@@ -40,7 +45,10 @@ def submit_command(cluster: str, command: str, run: str, *arguments: str, **opti
         if value is not None and value is not False:
             text = str(value.absolute() if isinstance(value, Path) else value)
             words += [f"--{name}"] if value is True else [f"--{name}", text]
-    job = submit(directory, load_profile(cluster), words)
+    if dry_run:
+        print(submit.dry_run(command_submission(directory, load_profile(cluster), words)))
+        return
+    job = submit_job(directory, load_profile(cluster), words)
     name = address(directory)
     print(f"{directory.path.name}: job {job}, arpo {' '.join(words)}")
     next_command(f"arpo logs {name} --role {command} --follow")

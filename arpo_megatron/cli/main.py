@@ -179,6 +179,7 @@ def export(
         typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it to the Hugging Face Hub (HF_TOKEN)."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push-to-hub: a new repository is public.")] = False,
+    dry_run: DryRun = False,
     cluster: OnCluster = None,
 ) -> None:
     """Convert a checkpoint of a run to a Hugging Face directory that transformers and SGLang can load.
@@ -190,10 +191,18 @@ def export(
             raise UserError("--verify starts services on this machine: leave out --cluster")
         if repo is not None:
             raise UserError("--push-to-hub uploads from this machine: leave out --cluster")
-        return submit_command(cluster, "export", run_dir, out=out, step=step)
-    from arpo_megatron.launch.job import export_checkpoint
+        return submit_command(cluster, "export", run_dir, out=out, step=step, dry_run=dry_run)
+    from arpo_megatron.launch.job import export_checkpoint, find_export
 
     run = open_run(Path(run_dir))
+    if dry_run:
+        found, written = find_export(run, out, step)
+        print(f"checkpoint of step {found} -> {written}")
+        if verify:
+            print("then serve it, ask one question, and compare log-probs with transformers")
+        if repo is not None:
+            print(f"then upload it to {repo} ({'public' if public else 'private'} if it is new)")
+        return None
     written = export_checkpoint(run, out, step)
     print(written, flush=True)
     if verify:

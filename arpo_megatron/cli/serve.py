@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from arpo_megatron.cli.jobs import step_model, submit_command
-from arpo_megatron.cli.options import OnCluster, Overrides, Panel
+from arpo_megatron.cli.options import DryRun, OnCluster, Overrides, Panel
 
 app = typer.Typer()
 
@@ -34,6 +34,7 @@ def serve(
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the plain SGLang and vLLM commands instead, and stop.")
     ] = False,
+    dry_run: DryRun = False,
     cluster: OnCluster = None,
     step: Annotated[int | None, typer.Option(help="For a run: its export of this step's checkpoint.")] = None,
 ) -> None:
@@ -44,15 +45,19 @@ def serve(
     """
     if cluster is not None:
         given = {"step": step, "port": port, "plain": plain, "concurrency": concurrency}
-        submit_command(cluster, "serve", target, *(overrides or ()), **given)
+        submit_command(cluster, "serve", target, *(overrides or ()), **given, dry_run=dry_run)
         return
-    from arpo_megatron.serving.serve import ServeRequest, plain_commands, plan
+    from arpo_megatron.serving.serve import ServeRequest, describe, plain_commands, plan
     from arpo_megatron.serving.serve import serve as run
     from arpo_megatron.view.server import is_loopback, listen
 
-    model = None if step is None else step_model(target, step, None)
+    model = None if step is None or dry_run else step_model(target, step, None)
     if print_only:
         print("\n".join(plain_commands(*plan(target, overrides or (), model))))
+        return
+    if dry_run:
+        print("\n".join(describe(*plan(target, overrides or (), model), plain=plain)))
+        print(f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}")
         return
     secret = None
     if token or not is_loopback(host):
@@ -78,6 +83,7 @@ def chat(
         bool,
         typer.Option("--show-entropy", help="Color uncertain text: yellow from 0.2 nats, red from 0.7, bold from 1.5."),
     ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Talk to an agent in the terminal: its text as it is written, its tool calls, and their results.
 
@@ -88,6 +94,12 @@ def chat(
     from arpo_megatron.serving.chat import chat as talk
     from arpo_megatron.serving.chat import from_terminal
 
+    if dry_run:
+        from arpo_megatron.serving.serve import describe, plan
+
+        is_url = target.startswith(("http://", "https://"))
+        print(f"talk to {target}" if is_url else "\n".join(describe(*plan(target, overrides or ()), plain=False)))
+        return
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
         talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal, show_entropy=show_entropy)

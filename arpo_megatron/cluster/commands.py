@@ -33,14 +33,32 @@ _EVAL_MEMORY = 0.8
 """Share of a GPU for an engine of an evaluation or a server, which shares the node with no trainer."""
 
 
-def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[str], after: Sequence[str] = ()) -> str:
-    """Submit `arpo WORDS...` for a run, on one node, and return the id of the job.
+def command_submission(
+    run: RunDirectory, profile: ClusterProfile, words: Sequence[str], after: Sequence[str] = ()
+) -> Submission:
+    """Return the job that runs `arpo WORDS...` for a run, on one node. Nothing is written.
 
     Args:
         run: the run; all nodes see its directory.
         profile: profile of the cluster.
         words: the command and its arguments, with absolute paths.
         after: jobs that must have ended before.
+    """
+    run = RunDirectory(run.path.absolute())
+    config = resolve.load(run.config)
+    return Submission(
+        replace(config, run_dir=run.path),
+        profile,
+        _one_node(config, profile),
+        run,
+        command=words[0],
+        arguments=(str(run.submissions / f"{words[0]}.yaml"), *words),
+        after=tuple(after),
+    )
+
+
+def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[str], after: Sequence[str] = ()) -> str:
+    """Submit a `command_submission` and return the id of the job.
 
     Raises:
         UserError: Slurm refuses the job, or a secret is not set.
@@ -48,25 +66,14 @@ def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[s
     if unset := profile.unset_secrets():
         raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
     slurm.call("sbatch", "--version")
-    run = RunDirectory(run.path.absolute())
-    config = resolve.load(run.config)
-    used = run.submissions / f"{words[0]}.yaml"
-    submission = Submission(
-        replace(config, run_dir=run.path),
-        profile,
-        _one_node(config, profile),
-        run,
-        command=words[0],
-        arguments=(str(used), *words),
-        after=tuple(after),
-    )
+    submission = command_submission(run, profile, words, after)
     submission.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
-    run.submissions.mkdir(exist_ok=True)
-    save_profile(profile, used)
+    submission.run.submissions.mkdir(exist_ok=True)
+    save_profile(profile, Path(submission.arguments[0]))
     code = snapshot()
     with interrupts_held_back():
         job = submit_one(submission, code)
-        record_command(run, job, submission.job_name, words)
+        record_command(submission.run, job, submission.job_name, words)
     return job
 
 

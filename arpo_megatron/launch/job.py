@@ -124,6 +124,26 @@ def run_sft(config: JobConfig, *, resume: bool, restarts: int = 0) -> dict[str, 
     return {**figures, "run_dir": str(run.path), "export_dir": str(run.sft_model)}
 
 
+def find_export(run: RunDirectory, out: Path | None, step: int | None) -> tuple[int, Path]:
+    """Return the step of the checkpoint that `export_checkpoint` would convert, and the directory it would write.
+
+    Raises:
+        UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
+    """
+    steps = [number for path in checkpoint_directories(run.checkpoints) if (number := step_of(path)) is not None]
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
+        )
+    found = steps[-1] if step is None else step
+    out = out or run.exports / f"step_{found}"
+    if out.exists():
+        raise UserError(f"{out} exists already; name a directory that does not")
+    check_model(resolve.load(run.config), run)
+    return found, out
+
+
 def export_checkpoint(run: RunDirectory, out: Path | None, step: int | None) -> Path:
     """Write checkpoint `step` (None: the newest) of a run as a Hugging Face directory.
 
@@ -136,21 +156,11 @@ def export_checkpoint(run: RunDirectory, out: Path | None, step: int | None) -> 
         step: step of the checkpoint.
 
     Raises:
-        UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
+        UserError: see `find_export`.
         ProcessDiedError: the conversion failed; the message names its log.
     """
-    steps = [step_of(path) for path in checkpoint_directories(run.checkpoints)]
-    if not steps or (step is not None and step not in steps):
-        have = ", ".join(map(str, steps)) or "none"
-        raise UserError(
-            f"{run.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps it has: {have}"
-        )
+    _, out = find_export(run, out, step)
     wanted = "newest" if step is None else str(step)
-    out = out or run.exports / f"step_{steps[-1] if step is None else step}"
-    if out.exists():
-        raise UserError(f"{out} exists already; name a directory that does not")
-    config = resolve.load(run.config)
-    check_model(config, run)
     command = [sys.executable, "-m", "arpo_megatron.trainer.export_checkpoint", str(run.path), wanted, str(out)]
     with Supervisor(run.logs) as supervisor:
         variables = {**trainer_environment("cpu"), "CUDA_VISIBLE_DEVICES": ""}

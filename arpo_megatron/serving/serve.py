@@ -33,6 +33,7 @@ from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
 
 _POLL_S = 0.5
@@ -59,6 +60,16 @@ def plan(target: str, overrides: Sequence[str], model: str | None = None) -> tup
     if found.kind not in (TargetKind.RUN, TargetKind.MODEL):
         raise UserError(f"{target} cannot be served: name a run directory or a Hugging Face directory")
     return found, eval_config(found, [], Tools.TRAINED, list(overrides))
+
+
+def describe(target: EvalTarget, config: JobConfig, *, plain: bool) -> list[str]:
+    """Return what would be served, one fact a line."""
+    engine, tools = config.engine, ", ".join(tool_names(config.rollout.tools))
+    return [
+        f"model {target.model}, {config.model.dtype}, at most {config.model.max_length} tokens",
+        f"{engine.replicas} engine(s) of {engine.tensor} rank(s)",
+        "no tools: requests go to the engine" if plain else f"tools {tools}, protocol {config.rollout.protocol}",
+    ]
 
 
 def plain_commands(target: EvalTarget, config: JobConfig) -> list[str]:

@@ -63,6 +63,9 @@ def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) 
     arpo("eval", name, "evaluation.temperature=0", "--step", "3", "--k", "2", "--skip-missing", *place)
     arpo("export", name, "--step", "3", "--out", tmp_path / "out", *place)
     arpo("serve", name, "engine.max_running_requests=4", "--step", "3", "--concurrency", "4", *place)
+    for command in ("eval", "export", "serve"):
+        script = arpo(command, name, "--dry-run", *place)
+        assert f" {command} " in script and script.startswith("#!/bin/bash"), "it is printed, not submitted"
     sft, evaluation, export, served = queue.sent
     assert served.job_name == f"arpo-{name}-serve"
     assert " ".join(served.arguments[3:]) == "engine.max_running_requests=4 --step 3 --concurrency 4"

@@ -45,6 +45,10 @@ def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], t
     figures = json.loads(arpo("eval", demo["run_dir"], "--tasks", "12").splitlines()[-1])
     assert (figures["tasks"], figures["not_answered"]) == (12, 0)
 
+    shown = arpo("export", demo["run_dir"], "--out", str(tmp_path / "export"), "--dry-run")
+    assert shown == f"checkpoint of step {demo['steps']} -> {tmp_path / 'export'}\n" and not any(tmp_path.iterdir())
+    shown = arpo("serve", demo["run_dir"], "--dry-run")
+    assert demo["export_dir"] in shown and "tools search, python" in shown and "listen on 127.0.0.1" in shown
     arpo("export", demo["run_dir"], "--out", str(tmp_path / "export"))
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "export", Path(demo["export_dir"])))
     assert ours.keys() == theirs.keys()
