@@ -19,7 +19,7 @@ from arpo_megatron.cluster.code_snapshot import snapshot
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile, save_profile
 from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.cluster.submissions import record_command
-from arpo_megatron.cluster.submit import submit_one
+from arpo_megatron.cluster.submit import require_secrets, submit_one
 from arpo_megatron.cluster.supervise import read_secrets, report, retry
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
@@ -63,10 +63,9 @@ def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[s
     Raises:
         UserError: Slurm refuses the job, or a secret is not set.
     """
-    if unset := profile.unset_secrets():
-        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
-    slurm.call("sbatch", "--version")
     submission = command_submission(run, profile, words, after)
+    require_secrets(submission)
+    slurm.call("sbatch", "--version")
     submission.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
     submission.run.submissions.mkdir(exist_ok=True)
     save_profile(profile, Path(submission.arguments[0]))

@@ -128,6 +128,12 @@ def dry_run(submission: Submission) -> str:
     return "\n".join([text, *lines])
 
 
+def require_secrets(submission: Submission) -> None:
+    """Raise UserError for a secret of the profile that is not set."""
+    if unset := submission.profile.unset_secrets():
+        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
+
+
 def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
     """Write the run directory, submit the jobs of the chain, and return their ids.
 
@@ -145,8 +151,10 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
         raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")
     if (late := submission.too_late) and not force:
         raise UserError(f"{late}; --force submits it")
-    if unset := submission.profile.unset_secrets():
-        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
+    require_secrets(submission)
+    webhook = submission.config.monitor.webhook_variable
+    if webhook is not None and webhook not in submission.profile.secrets:
+        raise UserError(f"monitor.webhook_variable={webhook}: name it in the profile: `secrets: {{{webhook}: env}}`")
     slurm.call("sbatch", "--version")
     code = snapshot()
     try:

@@ -42,6 +42,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import hold_run, run_sft_phase, run_training_phases
 from arpo_megatron.launch.services import Job
+from arpo_megatron.launch.webhook import news_of
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.utils.ports import free_ports
@@ -161,7 +162,7 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int], only_sft: bool) -> None:
     read_secrets(backend.profile)
-    with backend.prepared(), hold_run(config, run, backend) as job:
+    with backend.prepared(), hold_run(config, run, backend) as job, news_of(job):
         progress = job.progress
         signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):

@@ -24,6 +24,9 @@ class MonitorConfig:
     """Tags of the run."""
     wandb_notes: str | None = None
     """Text about the run."""
+    webhook_variable: str | None = None
+    """Environment variable with an address. The job posts JSON there when it ends, fails, stalls, is stopped, or skips
+    an update that is not finite."""
     peak_tflops: PositiveFloat | None = None
     """Peak of a rank's device in TFLOP/s of the training format (H100 bfloat16: 989); needed for MFU."""
     profile_steps: tuple[Positive, Positive] | None = None

@@ -20,6 +20,10 @@ _ANSWER_S = 10.0
 """Time for writing stacks on a slow filesystem, in addition to the interval."""
 
 
+class HangError(ProcessDiedError):
+    """No trainer rank makes progress. The job's processes are killed."""
+
+
 @contextmanager
 def watched_ranks(supervisor: Supervisor, run: RunDirectory, ranks: int, timeout_s: float) -> Iterator[None]:
     """Inside the block, the supervisor ends a job whose ranks hang, after they have written their stacks.
@@ -52,7 +56,7 @@ def _check(folder: Path, ranks: int, timeout_s: float) -> Callable[[], None]:
         if counts != seen:
             seen, since = counts, now
         elif now - since > timeout_s:
-            raise ProcessDiedError(_hang(folder, ranks, timeout_s))
+            raise HangError(_hang(folder, ranks, timeout_s))
 
     return check
 

@@ -21,6 +21,7 @@ from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, services
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.launch.tool_check import check_isolation, check_tools
+from arpo_megatron.launch.webhook import news_of, webhook_url
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.trainer.skipped_updates import load_skipped_update
@@ -37,12 +38,14 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
         UserError: an input is missing, or there is nothing to resume.
     """
     check_inputs(config)
+    webhook_url(config.monitor)
     run = run_directory.existing(config) if resume else run_directory.fresh(config)
     with hold_run(config, run) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
         EventLog(run.events).emit("note", text=f"code: {code_version()}")
         try:
-            yield job
+            with news_of(job):
+                yield job
         finally:
             job.progress.next_command(f"arpo view {run.path}")
 

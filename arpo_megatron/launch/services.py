@@ -3,11 +3,12 @@
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
@@ -42,6 +43,8 @@ class Job:
     """Where the processes run."""
     events: EventReader = field(init=False)
     """Events that the display has not shown yet."""
+    on_event: Callable[[Mapping[str, Any]], None] = lambda _event: None
+    """Called with each event."""
 
     def __post_init__(self) -> None:
         self.events = EventReader(self.run.events)
@@ -51,6 +54,7 @@ class Job:
         for event in self.events.new():
             if event["kind"] == "user_error":
                 raise UserError(event["text"])
+            self.on_event(event)
             self.progress.event(event)
 
 

@@ -347,6 +347,12 @@ def test_batch_script_follows_the_profile(tmp_path: Path) -> None:
     assert "# engine-7  node 2, GPU 7" in text
 
 
+def test_webhook_that_the_nodes_would_not_know_is_not_submitted() -> None:
+    config = resolve.resolve("quickstart", overrides=["monitor.webhook_variable=ARPO_WEBHOOK"])
+    with pytest.raises(UserError, match=r"name it in the profile: `secrets: \{ARPO_WEBHOOK: env\}`"):
+        submit_jobs(prepare_submission(config, profile(), nodes=None))
+
+
 def test_job_with_unset_secrets_is_not_submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     asked = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"A_KEY": "env"}), nodes=None)
