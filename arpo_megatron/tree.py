@@ -10,7 +10,7 @@ Tokens are never edited or re-tokenized after sampling: what the engine returned
 
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
@@ -98,6 +98,8 @@ class Segment:
     routes. None: no token has routes."""
     rewards: Mapping[str, float] | None = None
     """Parts of the reward that an environment has given for the action that the segment ends with. MODEL only."""
+    ended_s: float | None = field(default=None, compare=False)
+    """Age of the tree in seconds at its end; it began at the end of the segment above. None: unknown."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -222,6 +224,7 @@ class RolloutTree:
         tool: ToolRecord | None = None,
         routes: ArrayLike | Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
+        ended_s: float | None = None,
     ) -> int:
         """Append a segment below `parent` and return its index.
 
@@ -252,7 +255,9 @@ class RolloutTree:
             raise ValueError("log-probs and entropies must be finite numbers")
         version = operator.index(policy_version)
         known = None if routes is None else _routes(routes, len(ids))
-        self.segments.append(Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known, rewards))
+        self.segments.append(
+            Segment(ids, role, parent, lps, ents, version, finish, branch, tool, known, rewards, ended_s)
+        )
         return len(self.segments) - 1
 
     def append(self, parent: int, segment: Segment) -> int:
@@ -394,6 +399,7 @@ def _segment_to_dict(segment: Segment) -> dict[str, Any]:
     if segment.tool is not None:
         data["tool"] = {**asdict(segment.tool), "arguments": dict(segment.tool.arguments)}
     data |= {} if segment.rewards is None else {"rewards": dict(segment.rewards)}
+    data |= {} if segment.ended_s is None else {"ended_s": segment.ended_s}
     if (routes := stored_routes(segment.routes)) is not None:
         data["routes"] = {**routes, "experts": routes["experts"].tolist()}
     return data

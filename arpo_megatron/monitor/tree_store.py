@@ -235,6 +235,7 @@ def _schema() -> "pa.Schema":
             "tool": tool,
             "routes": routes,
             "turn_rewards": text,
+            "ended_s": pa.float64(),
         }
     )
     return pa.schema(
@@ -312,6 +313,7 @@ def _segment(segment: Segment, decode: Decode, trainer_logprobs: NDArray[np.floa
         "tool": tool and {**asdict(tool), "arguments": json.dumps(dict(tool.arguments))},
         "routes": stored_routes(segment.routes),
         "turn_rewards": None if segment.rewards is None else json.dumps(dict(segment.rewards)),
+        "ended_s": segment.ended_s,
     }
 
 

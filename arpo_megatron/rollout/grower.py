@@ -307,15 +307,17 @@ class TreeGrower:
 
     def _write_segment(self, node: Node, generations: Sequence[Generation]) -> Node:
         """Write a segment to `node`, with a continuation for each newer policy version; return the last node."""
-        end = node.path_length()
+        end, done = node.path_length(), 0
         for version, group in groupby(generations, key=lambda each: each.weight_version):
             same = list(group)
+            done += len(same)
             if len(node.token_ids):
                 node = node.add_continuation()
             node.token_ids = np.concatenate([each.token_ids for each in same])
             node.logprobs = np.concatenate([each.logprobs for each in same])
             node.entropies = _entropies(same)
             node.policy_version = version
+            node.ended_s = self._client.sampled_s(node, done - 1)
         for each in generations:
             end += len(each.token_ids)
             if each.routes is not None:
@@ -359,6 +361,7 @@ class TreeGrower:
             return None
         tool = segment.node.add_child(Role.TOOL)
         tool.token_ids, tool.tool = result.token_ids, result.tool
+        tool.ended_s = self._client.answered_s(segment.node)
         self._client.extend_path(tool)
         return BranchStart(
             tool.add_child(Role.MODEL),
@@ -390,6 +393,7 @@ class TreeGrower:
                 tool=node.tool,
                 routes=node.routes,
                 rewards=node.rewards,
+                ended_s=node.ended_s,
             )
         tree.needs = needed_trajectories(tree, keys, probed=isinstance(self._context.policy, ProbingPolicy))
         return tree

@@ -25,6 +25,7 @@ class Node:
     tool: ToolRecord | None = None
     routes: Int16Array | None = None
     rewards: Mapping[str, float] | None = None
+    ended_s: float | None = None
     parent: "Node | None" = None
     children: "list[Node]" = field(default_factory=list)
 

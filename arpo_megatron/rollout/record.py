@@ -83,6 +83,10 @@ class TreeRecord:
     """The result of the call that ended a MODEL segment, by its path key."""
     seconds: float = 0.0
     """Age of the tree at its newest entry."""
+    sampled_s: dict[PathKey, list[float]] = field(default_factory=dict)
+    """Age of the tree at each of `generations`."""
+    answered_s: dict[PathKey, float] = field(default_factory=dict)
+    """Age of the tree at each of `tool_results`."""
 
     @classmethod
     def from_entries(cls, entries: Iterable[bytes]) -> "TreeRecord":
@@ -103,8 +107,10 @@ class TreeRecord:
             case Generation():
                 self.first.pop(key, None)
                 self.generations.setdefault(key, []).append(answer)
+                self.sampled_s.setdefault(key, []).append(seconds)
             case RecordedAnswer():
                 self.tool_results[key] = answer
+                self.answered_s[key] = seconds
 
 
 def encode_entry(key: PathKey, answer: Answer | FirstTokens, seconds: float) -> bytes:

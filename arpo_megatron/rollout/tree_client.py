@@ -69,6 +69,15 @@ class TreeClient:
         """Age of the tree in seconds, including the time up to the last entry of its record."""
         return time.monotonic() - self._started
 
+    def sampled_s(self, node: Node, number: int) -> float | None:
+        """Return the age of the tree at a generation of a MODEL segment; None if only its first tokens arrived."""
+        times = self._record.sampled_s.get(node.key, [])
+        return times[number] if number < len(times) else None
+
+    def answered_s(self, node: Node) -> float | None:
+        """Return the age of the tree at the result of the call that ended a segment."""
+        return self._record.answered_s.get(node.key)
+
     def recorded(self, node: Node) -> Sequence[Generation]:
         """Return the recorded generations of a MODEL segment, in order."""
         whole = self._record.generations.get(node.key, [])

@@ -128,7 +128,8 @@ def with_growths(tree: Row, growths: Sequence[Growth], decode: Decode | None) ->
             for own in continuation:
                 tool = own["tool"] and {**own["tool"], "arguments": json.dumps(own["tool"]["arguments"])}
                 text = "" if decode is None else decode(own["token_ids"])
-                row = {**own, "parent": parent, "text": text, "trainer_logprobs": None, "branch": None, "tool": tool}
+                row = {**own, "parent": parent, "text": text, "trainer_logprobs": None, "branch": None}
+                row |= {"tool": tool, "ended_s": None}
                 segments.append({**segment_row(row, decode), "grown": number})
                 parent = len(segments) - 1
             score = None if growth.scores is None else growth.scores[place]

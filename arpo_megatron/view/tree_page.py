@@ -161,6 +161,7 @@ def segment_row(stored: Row, decode: Decode | None) -> Row:
         "finish": stored["finish"],
         "branch": stored["branch"],
         "tool": stored["tool"],
+        "ended_s": rounded(stored["ended_s"]),
     }
 
 

@@ -137,7 +137,8 @@ def test_forked_trajectory_is_that_of_a_fresh_environment(
     for leaf in tree.leaves():
         replayed(tree, leaf, make)
     part = grow(engine.url, forking(), make, entries=entries[: len(entries) // 2])
-    segments = [[each | {"tool": None} for each in found.to_dict()["segments"]] for found in (tree, part)]
+    unlike = {"tool": None, "ended_s": None}
+    segments = [[each | unlike for each in found.to_dict()["segments"]] for found in (tree, part)]
     assert segments[0] == segments[1], "a resumed tree rebuilds the states from its record"
     assert RolloutTree.from_dict(tree.to_dict()).to_dict() == tree.to_dict()
 

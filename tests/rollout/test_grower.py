@@ -134,6 +134,7 @@ def comparable(tree: RolloutTree) -> dict[str, Any]:
     """Return `to_dict` without what depends on time: seconds, and which of two equal calls was cached."""
     data = tree.to_dict() | {"seconds": 0}
     for segment in data["segments"]:
+        segment.pop("ended_s", None)
         if "tool" in segment:
             segment["tool"] = segment["tool"] | {"seconds": 0, "cached": False}
     return data
@@ -206,6 +207,10 @@ def test_tree_regrows_from_any_prefix_of_its_record(scripted_engine: Start, sand
         assert regrown.counts.calls_executed == grower.counts.calls_executed
         assert tree.seconds >= TreeRecord.from_entries(entries[:known]).seconds
     assert again.requests == []
+    assert [segment.ended_s for segment in tree.segments] == [segment.ended_s for segment in whole.segments]
+    for segment in whole.segments[1:]:
+        assert segment.ended_s is not None
+        assert (whole.segments[segment.parent].ended_s or 0.0) <= segment.ended_s <= whole.seconds
 
 
 def test_partial_tree_has_all_sampled_segments(scripted_engine: Start, sandbox_url: str) -> None:

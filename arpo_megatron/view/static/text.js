@@ -97,7 +97,7 @@ function toolCard(tree, index, view) {
   const segment = tree.segments[index], tool = segment.tool;
   if (!tool) return [h("header", {}, h("b", {}, "Tool answer"), h("span", { class: "quiet" }, plural(segment.tokens, "token"))), longText(segment.text, index, view)];
   return [h("header", {}, h("b", {}, `Tool: ${tool.name}`), h("span", { class: tool.status === "ok" ? "good" : "bad" }, tool.status),
-    h("span", { class: "quiet" }, tool.cached ? "answered from the cache" : number(tool.seconds, "s"), `, ${plural(segment.tokens, "token")}`)),
+    h("span", { class: "quiet" }, tool.cached ? "answered from the cache" : number(tool.seconds, "s"), `, ${plural(segment.tokens, "token")}`, times(tree, index))),
   h("div", { class: "call" }, h("span", { class: "quiet" }, "called with"), h("pre", {}, argumentsOf(tool))),
   h("span", { class: "quiet" }, "answered"), longText(segment.text, index, view)];
 }
@@ -108,7 +108,7 @@ function modelCard(tree, shape, index, place, view) {
   const entropies = segment.entropies ?? [];
   const toggle = () => { if (!tabled.delete(index)) tabled.add(index); view.rerender(); };
   return [h("header", {}, h("b", {}, "Model"),
-    h("span", { class: "quiet" }, plural(segment.tokens, "token"), segment.grown === undefined ? `, policy version ${segment.policy_version}` : ", grown again", shape.counts[index] > 1 ? `, shared by ${shape.counts[index]} trajectories` : ""),
+    h("span", { class: "quiet" }, plural(segment.tokens, "token"), segment.grown === undefined ? `, policy version ${segment.policy_version}` : ", grown again", shape.counts[index] > 1 ? `, shared by ${shape.counts[index]} trajectories` : "", times(tree, index)),
     own !== null ? h("span", {}, "advantage ", signed(own)) : null,
     segment.pieces ? h("button", { class: "plain", "data-key": `numbers ${index}`, "aria-pressed": String(tabled.has(index)), onclick: toggle }, tabled.has(index) ? "text" : "numbers") : null),
   segment.branch ? branchCard(segment, entropies) : null,
@@ -120,6 +120,12 @@ function branchCard(segment, entropies) {
   return h("div", { class: "decision" }, h("span", { class: "diamond", "aria-hidden": "true" }, taken ? "◆" : "◇"),
     decision(branch).map(([name, value]) => h("span", {}, h("span", { class: "quiet" }, name), " ", value)),
     entropies.length ? h("span", {}, h("span", { class: "quiet" }, `entropy of the first ${entropies.length} tokens`), " ", number(mean(entropies), "nats")) : null);
+}
+
+/** Return when a segment was there, in seconds after the tree began: from the end of the segment above to its own. */
+function times(tree, index) {
+  const segment = tree.segments[index], begin = tree.segments[segment.parent]?.ended_s ?? 0;
+  return typeof segment.ended_s === "number" ? `, ${begin.toFixed(1)} to ${segment.ended_s.toFixed(1)} s` : "";
 }
 
 /** Return the card of one segment on the path to the leaf at `place`. */
