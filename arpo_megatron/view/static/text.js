@@ -125,7 +125,7 @@ function branchCard(segment, entropies) {
 /** Return when a segment was there, in seconds after the tree began: from the end of the segment above to its own. */
 function times(tree, index) {
   const segment = tree.segments[index], begin = tree.segments[segment.parent]?.ended_s ?? 0;
-  return typeof segment.ended_s === "number" ? `, ${begin.toFixed(1)} to ${segment.ended_s.toFixed(1)} s` : "";
+  return typeof segment.ended_s === "number" ? `, ${begin.toFixed(2)} to ${segment.ended_s.toFixed(2)} s` : "";
 }
 
 /** Return the card of one segment on the path to the leaf at `place`. */
