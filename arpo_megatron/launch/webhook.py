@@ -50,7 +50,7 @@ def news_of(job: Job) -> Iterator[None]:
     try:
         yield
     except (StoppedError, Interrupted):
-        news.send("stopped", "was asked to stop; its state is saved")
+        news.send("stopped", "was asked to stop")
         raise
     except HangError as error:
         news.send("stalled", str(error))

@@ -7,7 +7,8 @@
     verify    the caller compares log-probs of a short probe
 
 At an engine's first push and at every n-th one, checksums of rows of every tensor on the engine are compared too, and
-the probe is longer. The plan is made once, and again when an engine has restarted or a push has failed.
+the probe is longer. The plan is made once, and again when an engine has restarted or a push has failed. With
+`rollout.across_push=keep_kv` the caches are kept.
 
 A push that is interrupted before its commit, even by a kill -9 of a trainer rank, leaves engines that refuse to
 generate until a whole push has arrived.

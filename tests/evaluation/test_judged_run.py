@@ -14,8 +14,8 @@ import pytest
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.report import read_summary
 from arpo_megatron.evaluation.run import EvalRequest, evaluate
+from tests.evaluation.asking import PLAIN, request
 from tests.evaluation.chat_server import ChatServer, served
-from tests.evaluation.test_run import PLAIN, request
 
 JUDGE = ["reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=absent", "reward.judge.retries=0"]
 

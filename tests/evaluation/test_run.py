@@ -24,22 +24,11 @@ from arpo_megatron.evaluation.report import read_summary, write_report
 from arpo_megatron.evaluation.response import NoResponse
 from arpo_megatron.evaluation.run import EvalRequest, evaluate
 from arpo_megatron.evaluation.scorers import AnswerVerdict, score_response
+from tests.evaluation.asking import PLAIN, request, right
 from tests.evaluation.chat_server import ChatServer, served
 
 DATA = Path(os.environ.get("ARPO_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data") / "eval"
 ALL = "aime24,gsm8k,math,hotpotqa,gaia,xbench"
-PLAIN = ("evaluation.top_k=0", "evaluation.repetition_penalty=1.0", "engine.retry_for_s=0.1")
-
-
-def right(messages: list[dict[str, str]]) -> str:
-    """Answer an `aime24` question of the fixture: add its two equal numbers."""
-    found = re.search(r"What is (\d+) plus", " ".join(message["content"] for message in messages))
-    return f"<think>t</think><answer>\\boxed{{{2 * int(found[1])}}}</answer>" if found else "2"
-
-
-def request(server: ChatServer, files: Path, out: Path, **fields: Any) -> EvalRequest:
-    settings = {"suite": "aime24", "tools": Tools.NONE, "data": files, "out": out, "overrides": PLAIN} | fields
-    return EvalRequest(target=server.url, **settings)
 
 
 @pytest.mark.parametrize(("agent", "score"), [("oracle", 1.0), ("wrong", 0.0)])
@@ -159,90 +148,6 @@ def test_refused_attempts_are_a_warning(files: Path, tmp_path: Path) -> None:
     assert logged[-1].startswith("warning: 6 of 6 attempts were refused by the server and count as wrong")
     assert "status 400 was wanted" in logged[-1]
     assert logged[-1].removeprefix("warning: ") in read_summary(tmp_path / "out").notes
-
-
-NO_COMPLETIONS = [b"<html>please log in</html>", b"[1, 2]", b'{"choices": [{"message": null}]}']
-
-
-@pytest.mark.parametrize("body", NO_COMPLETIONS)
-def test_reply_without_completion_fails_its_attempt_or_the_first_request(
-    files: Path, tmp_path: Path, body: bytes
-) -> None:
-    def odd(messages: list[dict[str, str]]) -> bytes | None:
-        return body if "1 plus 1?" in messages[-1]["content"] else None
-
-    with served(ChatServer(right, body=odd)) as server:
-        found = evaluate(request(server, files, tmp_path / "out"))
-        assert found["outcomes"] == {"engine": 1, "right": 5}
-        server.body = lambda _messages: body
-        with pytest.raises(UserError, match="does not speak OpenAI's chat format") as caught:
-            evaluate(request(server, files, tmp_path / "other"))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("count", [10**30, 1.5, None])
-def test_invalid_token_count_is_recorded_as_zero(files: Path, tmp_path: Path, count: object) -> None:
-    message = {"content": "<answer>\\boxed{2}</answer>"}
-    usage = {"prompt_tokens": 5, "completion_tokens": count}
-    body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}], "usage": usage}).encode()
-    with served(ChatServer(right, body=lambda _messages: body)) as server:
-        found = evaluate(request(server, files, tmp_path / "out"))
-    assert found["outcomes"] == {"right": 1, "wrong": 5}
-    assert pl.read_parquet(tmp_path / "out" / "records.parquet")["model_tokens"].to_list() == [0] * 6
-
-
-def test_lone_surrogates_are_replaced_everywhere(files: Path, tmp_path: Path) -> None:
-    half = "\ud800"
-
-    def script(messages: list[dict[str, str]]) -> str:
-        if "1 plus" in messages[-1]["content"]:
-            return f"<answer>\\boxed{{{half}2}}</answer>"
-        if len(messages) == 2:
-            return "<python>print(chr(0xd800))</python>"
-        return "<answer>\\boxed{4}</answer>"
-
-    def refused(messages: list[dict[str, str]]) -> int:
-        return 400 if "3 plus" in messages[-1]["content"] else 0
-
-    with served(ChatServer(script, fail=refused, error_body=f"no {half}")) as server:
-        evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT, tasks=3))
-    rows = pl.read_parquet(tmp_path / "out" / "records.parquet")
-    assert rows["answer"].to_list() == ["\ufffd2", "4", None]
-    assert rows["outcome"].to_list() == ["wrong", "right", "refused"]
-    assert "\ufffd" in rows["detail"][2]
-
-
-def test_server_error_is_not_reported_as_refusal(files: Path, tmp_path: Path) -> None:
-    with (
-        served(ChatServer(right, fail=lambda _messages: 500)) as server,
-        pytest.raises(UserError, match=r"is up but does not answer: .*status 500") as caught,
-    ):
-        evaluate(request(server, files, tmp_path / "out"))
-    assert "accept" not in str(caught.value)
-
-
-@pytest.mark.parametrize("status", [401, 404])
-def test_rejected_key_ends_the_evaluation_and_the_rest_resumes(files: Path, tmp_path: Path, status: int) -> None:
-    def ended(messages: list[dict[str, str]]) -> int:
-        return status if "4 plus 4?" in messages[-1]["content"] else 0
-
-    overrides = (*PLAIN, "engine.max_running_requests=1")
-    with served(ChatServer(right, fail=ended)) as server:
-        with pytest.raises(UserError, match=rf"answers {status} for 'scripted'.*\$OPENAI_API_KEY") as caught:
-            evaluate(request(server, files, tmp_path / "out", overrides=overrides))
-        assert "\n" not in str(caught.value)
-        server.fail, before = lambda _messages: 0, len(server.asked())
-        assert evaluate(request(server, files, tmp_path / "out", overrides=overrides))["outcomes"] == {"right": 6}
-        assert server.asked()[before:] == [f"What is {n} plus {n}?" for n in (4, 5, 6)]
-
-
-@pytest.mark.parametrize(("status", "outcome"), [(408, "engine"), (413, "refused")])
-def test_status_decides_between_failure_and_refusal(files: Path, tmp_path: Path, status: int, outcome: str) -> None:
-    def trouble(messages: list[dict[str, str]]) -> int:
-        return status if "1 plus 1?" in messages[-1]["content"] else 0
-
-    with served(ChatServer(right, fail=trouble)) as server:
-        assert evaluate(request(server, files, tmp_path / "out"))["outcomes"] == {outcome: 1, "right": 5}
 
 
 def test_slow_server_is_logged_and_retried(files: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from arpo_megatron.rewards.judge.judge import read_verdict
 from arpo_megatron.rewards.judge.prompts import CORRECT, INCORRECT, released_question
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS
+from tests.evaluation.asking import PLAIN, request
 from tests.evaluation.chat_server import ChatServer, served
 from tests.evaluation.conftest import write_lines
-from tests.evaluation.test_run import PLAIN, request
 
 
 def test_authors_limits() -> None:
