@@ -12,7 +12,7 @@ LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "parallel": tuple(field.name for field in fields(ParallelConfig)),
     "train": ("token_budget",),
     "engine": ("placement", "tensor", "replicas", "memory_fraction"),
-    "rollout": ("max_staleness",),
+    "rollout": ("max_staleness", "across_push", "stale"),
     "optimizer": ("offload",),
     "sync": ("transport",),
 }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from arpo_megatron.config import JobConfig, ParallelConfig
+from arpo_megatron.config import JobConfig, ParallelConfig, RolloutConfig
 from arpo_megatron.hardware.placement import gpus_for_both
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
@@ -202,7 +202,7 @@ def _candidates(
     config: JobConfig, hardware: Hardware, experts: bool, placements: Sequence[Where]
 ) -> Iterator[JobConfig | Unfit]:
     """Yield layouts with the same number of GPUs, and an Unfit for each that the config's validation refuses."""
-    for placed, ranks, engine_gpus in _placed(config, hardware, placements):
+    for where, rollout, ranks, engine_gpus in _placed(config, hardware, placements):
         sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engine_gpus))
         budgets = sorted({*BUDGETS, config.train.token_budget})
         for parallel, budget, tensor in product(_layouts(config, ranks, hardware, experts), budgets, sizes):
@@ -212,34 +212,36 @@ def _candidates(
             replicas = config.engine.replicas if config.sft_only else engine_gpus // tensor
             try:
                 yield replace(
-                    placed,
+                    config,
                     parallel=parallel,
                     train=replace(config.train, token_budget=budget),
-                    engine=replace(placed.engine, tensor=tensor, replicas=replicas),
+                    engine=replace(config.engine, placement=where, tensor=tensor, replicas=replicas),
+                    rollout=rollout,
+                    optimizer=replace(config.optimizer, offload=config.sft_only and config.optimizer.offload),
                 )
             except ValidationError as error:
                 yield conflict(error.errors()[0]["msg"].removeprefix("Value error, "))
 
 
-def _placed(config: JobConfig, hardware: Hardware, placements: Sequence[Where]) -> Iterator[tuple[JobConfig, int, int]]:
-    """Yield the job in each placement, with the number of trainer ranks and the number of the engines' GPUs."""
+def _placed(
+    config: JobConfig, hardware: Hardware, placements: Sequence[Where]
+) -> Iterator[tuple[Literal["auto", "colocated", "split"], RolloutConfig, int, int]]:
+    """Yield each placement: its name, its rollouts, the number of trainer ranks, and that of the engines' GPUs."""
+    rollout = config.rollout
     if config.sft_only:
-        yield config, config.parallel.world_size, 0
+        yield config.engine.placement, rollout, config.parallel.world_size, 0
         return
-    config = replace(config, optimizer=replace(config.optimizer, offload=False))  # `attempt` decides it
     total = config.parallel.world_size if shared(config) else gpus_for_both(config)
     if "colocated" in placements:
-        rollout = config.rollout if config.rollout.max_staleness == 0 else replace(config.rollout, max_staleness=0)
-        yield replace(config, engine=replace(config.engine, placement="colocated"), rollout=rollout), total, total
+        # Without trees in flight, nothing is stale and nothing continues over a push.
+        yield "colocated", replace(rollout, max_staleness=0, stale="wait", across_push="keep"), total, total
     if "split" in placements and total > 1:
         unit = hardware.gpus if total > hardware.gpus else 1
-        rollout = config.rollout
         if not rollout.oversampling:
             rollout = replace(rollout, max_staleness=max(1, rollout.max_staleness))
-        split = replace(config, engine=replace(config.engine, placement="split"), rollout=rollout)
         count = total // unit
         for share in sorted({*_powers(count - 1), *(count - power for power in _powers(count - 1))}):
-            yield split, share * unit, total - share * unit
+            yield "split", rollout, share * unit, total - share * unit
 
 
 def _layouts(config: JobConfig, world: int, hardware: Hardware, experts: bool) -> Iterator[ParallelConfig]:

@@ -294,6 +294,16 @@ def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
         assert best.seconds <= own.seconds
 
 
+@pytest.mark.parametrize("option", ["across_push=keep_kv", "stale=drop"])
+def test_colocated_layouts_have_no_options_of_trees_in_flight(option: str) -> None:
+    job = resolve.resolve("deepsearch_8b+split", overrides=[f"rollout.{option}"])
+    best = search(job, H100, best=1, placements=("colocated",)).best[0]
+    again = resolve.resolve(
+        "deepsearch_8b+split", overrides=[f"rollout.{option}", *overrides_between(best, job).split()]
+    )
+    assert again.engine.placement == "colocated" and again.rollout.max_staleness == 0
+
+
 def test_search_offers_placements_that_are_faster() -> None:
     """Engines on nodes of their own sample while the trainer trains, which is faster here than taking turns."""
     found = search(resolve.resolve("reasoning_7b+2nodes"), H100)
