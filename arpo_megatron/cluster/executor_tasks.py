@@ -24,7 +24,8 @@ from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs import run_directory
 from arpo_megatron.utils.atomic import write_json
 
-_NUMBER = ("RANK", "SLURM_PROCID")
+_NUMBER_AND_COUNT = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("SLURM_PROCID", "SLURM_NTASKS"))
+"""Variables with the number of a task, and with the number of all tasks."""
 _TASKS_OF = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -37,7 +38,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RAN
 """Variables of a launcher's ranks. Processes of the job would take themselves for such a rank."""
 _POLL_S = 0.5
 _LEAVE_S = 30.0
-"""How long the first task waits for the others at the end."""
+"""How long the first task waits for the others at the end. A job may fail before the others have begun."""
 
 
 @contextmanager
@@ -45,9 +46,9 @@ def first_task(folder: Path) -> Iterator[bool]:
     """Yield True in the first task of an executor. In the others, wait until that block has ended and yield False.
 
     Args:
-        folder: directory that all tasks share.
+        folder: directory that all tasks share. If a task is too late, a folder with a few empty files remains there.
     """
-    number = next((int(os.environ[name]) for name in _NUMBER if name in os.environ), 0)
+    number, count = _number_and_count()
     names = [os.environ[name] for name in _TASKS_OF if name in os.environ]
     for name in _OF_A_RANK:
         os.environ.pop(name, None)
@@ -58,10 +59,9 @@ def first_task(folder: Path) -> Iterator[bool]:
     here.mkdir(parents=True, exist_ok=True)
     ended = here / "ended"
     if number:
-        (waiting := here / str(number)).touch()
         while not ended.exists():
             time.sleep(_POLL_S)
-        waiting.unlink()
+        (here / str(number)).touch()
         yield False
         return
     try:
@@ -69,9 +69,18 @@ def first_task(folder: Path) -> Iterator[bool]:
     finally:
         ended.touch()
         deadline = time.monotonic() + _LEAVE_S
-        while len(list(here.iterdir())) > 1 and time.monotonic() < deadline:
+        while (late := len(list(here.iterdir())) < count) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        shutil.rmtree(here, ignore_errors=True)
+        if not late:  # a late task must find `ended`, or it would wait for ever
+            shutil.rmtree(here, ignore_errors=True)
+
+
+def _number_and_count() -> tuple[int, int]:
+    """Return the number of this task and of all tasks; (0, 1) without a launcher."""
+    for number, count in _NUMBER_AND_COUNT:
+        if number in os.environ and count in os.environ:
+            return int(os.environ[number]), int(os.environ[count])
+    return 0, 1
 
 
 def nodes_of_executor() -> int:

@@ -12,9 +12,10 @@ from tests.cluster.onebox import ROOT, TINY, Job, Onebox
 SHARE = """
 import sys, time
 from pathlib import Path
-from arpo_megatron.cluster.executor_tasks import first_task
+from arpo_megatron.cluster import executor_tasks
 folder = Path(sys.argv[1])
-with first_task(folder) as first:
+executor_tasks._LEAVE_S = float(sys.argv[2])
+with executor_tasks.first_task(folder) as first:
     if first:
         time.sleep(0.5)
         with (folder / "runs").open("a") as file: file.write("one\\n")
@@ -46,15 +47,24 @@ with run.Experiment("job", clean_mode=True) as experiment:
 """
 
 
-def test_one_of_an_executors_tasks_runs_the_job_and_the_others_wait(tmp_path: Path) -> None:
-    def start(number: int, names: dict[str, str]) -> "subprocess.Popen[str]":
-        environment = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [sys.executable, "-c", SHARE, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
-        )
+def start(folder: Path, number: int, leave_s: float) -> "subprocess.Popen[str]":
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(number)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SHARE, str(folder), str(leave_s)],
+        env={**os.environ, **slurm, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    tasks = [start(number, {**slurm, "SLURM_PROCID": str(number)}) for number in (2, 1, 0)]
+
+def test_task_that_starts_after_the_end_of_the_first_does_not_wait(tmp_path: Path) -> None:
+    first, *late = (start(tmp_path, number, 0.0).communicate(timeout=120)[0].split() for number in (0, 1, 2))
+    assert first == ["True", "True"] and late == [["False", "True"]] * 2
+    assert (tmp_path / "runs").read_text() == "one\n"
+
+
+def test_one_of_an_executors_tasks_runs_the_job_and_the_others_wait(tmp_path: Path) -> None:
+    tasks = [start(tmp_path, number, 120.0) for number in (2, 1, 0)]
     assert [task.communicate(timeout=120)[0].split() for task in tasks] == [["False", "True"]] * 2 + [["True", "True"]]
     assert (tmp_path / "runs").read_text() == "one\n"
     assert [path.name for path in tmp_path.iterdir()] == ["runs"], "the tasks must leave no files"
