@@ -1,7 +1,9 @@
-"""SGLang's own router requires the token of the job and may open as many connections as the system allows."""
+"""SGLang's own router requires the token of the job, may open many connections, and passes all of a request on."""
 
+import asyncio
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -9,11 +11,16 @@ import pytest
 import requests
 
 from arpo_megatron.config import EngineConfig
+from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.launch import router_service
+from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
+from tests.engine.scripted import ScriptedEngine
+
+Start = Callable[[ScriptedEngine], ScriptedEngine]
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
@@ -55,3 +62,26 @@ def wait_until_it_listens(program: ServiceSpec) -> None:
         else:
             return
     raise AssertionError(f"the router does not listen; see {program.log}")
+
+
+def test_router_passes_on_the_part_of_the_cache(scripted_engine: Start, tmp_path: Path) -> None:
+    """Without it, new trees would read the keys and values of old weights (`rollout.across_push=keep_kv`)."""
+    engine = scripted_engine(ScriptedEngine(lambda _text: "yes\0"))
+    program = router_service(
+        EngineConfig(router="sglang"), [engine.url], log_path=tmp_path / "router.log", ports=free_ports(2), token=None
+    )
+    assert program is not None
+    process = program.start()
+
+    async def run() -> None:
+        async with EngineClient(engine.url, router=program.url, keeps_kv=True) as client:
+            client.begin_tree("old", 3)
+            await client.generate([104, 105], max_new_tokens=4, sampling=Sampling(), key="old")
+            await client.prefill([104, 105], key="new")
+
+    try:
+        wait_until_it_listens(program)
+        asyncio.run(run())
+    finally:
+        stop_groups([process], 0.0)
+    assert [request["extra_key"] for request in engine.requests] == ["3", "0"]
