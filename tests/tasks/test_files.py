@@ -260,6 +260,21 @@ def mixture(tmp_path: Path) -> FileTasks:
     return read_tasks(DataConfig(kind="files", path=weights))
 
 
+def test_tasks_of_files_with_equal_names_have_different_ids(tmp_path: Path) -> None:
+    """Else the result of a task would count for another data set, and both would make the same draws."""
+    paths = [tmp_path / place / "train.jsonl" for place in ("math/x", "qa/x", "qa")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(path, [{"question": f"{n}?", "answer": n} for n in range(3)])
+    for chosen, first in (
+        (paths[1:], ["x-train-0", "qa-train-0"]),
+        (paths, ["x-train-0-0", "x-train-1-0", "qa-train-2-0"]),
+    ):
+        tasks = read_tasks(DataConfig(kind="files", path={str(path): 1.0 for path in chosen})).tasks
+        assert [tasks[3 * place].id for place in range(len(chosen))] == first
+        assert len({task.id for task in tasks}) == 3 * len(chosen)
+
+
 def test_mixture_draws_by_weight_whatever_the_sizes(tmp_path: Path) -> None:
     train, held_out = mixture(tmp_path).split(10)
     assert Counter(task.id[0] for task in held_out) == {"a": 6, "b": 3, "c": 1}

@@ -59,11 +59,12 @@ def read_tasks(data: DataConfig, tokenizer: ChatTokenizer | None = None, *, limi
         UserError: a file is missing or unreadable, or has no usable row.
     """
     read, bad_rows = [], list[BadRow]()
-    for path, weight in data.sources:
+    names = _names([path for path, _ in data.sources])
+    for (path, weight), name in zip(data.sources, names, strict=True):
         store, begun = TaskStore(limit), len(bad_rows)
         for row in _rows(data, path):
             try:
-                store.add(_task(data, path, row, tokenizer))
+                store.add(_task(data, f"{name}-{row.number}", row, tokenizer))
             except BadRowError as problem:
                 bad_rows.append(BadRow(row.number, str(problem), row.where))
         if not len(store):
@@ -78,7 +79,7 @@ def check_readable(data: DataConfig) -> None:
         bad_rows = []
         for row in islice(_rows(data, path), _CHECKED_ROWS):
             try:
-                _task(data, path, row, None)
+                _task(data, "", row, None)
                 break
             except BadRowError as problem:
                 bad_rows.append(BadRow(row.number, str(problem), row.where))
@@ -93,6 +94,14 @@ def read_texts(data: DataConfig) -> Iterator[str]:
         yield task.ground_truth
 
 
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return a different name for each data set, with which the ids of its tasks begin."""
+    names = [path.stem if path.is_file() else path.name for path in paths]
+    if len(set(names)) < len(names):  # math/train.parquet and qa/train.parquet
+        names = [f"{path.parent.name}-{name}" for path, name in zip(paths, names, strict=True)]
+    return names if len(set(names)) == len(names) else [f"{name}-{number}" for number, name in enumerate(names)]
+
+
 def _useless(path: Path, bad_rows: Sequence[BadRow]) -> UserError:
     first = f"; the first: {bad_rows[0].reason}" if bad_rows else ""
     return UserError(f"data.path={path}: none of its {len(bad_rows)} rows can be used{first}")
@@ -105,7 +114,7 @@ def _rows(data: DataConfig, path: Path) -> Iterator[FileRow]:
     return numbered(reader, path)
 
 
-def _task(data: DataConfig, path: Path, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:
+def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:
     messages, answer, kind = Columns({str(name): column for name, column in data.columns.items()}, data.verifier).read(
         row.value()
     )
@@ -116,5 +125,4 @@ def _task(data: DataConfig, path: Path, row: FileRow, tokenizer: ChatTokenizer |
             raise BadRowError(
                 f"the prompt has {length} tokens, more than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-    name = path.stem if path.is_file() else path.name
-    return Task(f"{name}-{row.number}", messages, answer, kind, text)
+    return Task(task_id, messages, answer, kind, text)
