@@ -107,6 +107,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.ENVIRONMENT: {
         "scripted_user": "arpo_megatron.tasks.environments.scripted_user:ScriptedUser",
         "sql": "arpo_megatron.tasks.environments.sql:SqlDatabase",
+        "verifiers": "arpo_megatron.tasks.environments.verifiers.environment:VerifiersEnvironment",
     },
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"

@@ -1,5 +1,6 @@
-"""`arpo data check`: what a job would read from a file of questions."""
+"""`arpo data`: what a job would read from a file of questions, and files made from other packages' tasks."""
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -9,12 +10,7 @@ import typer
 
 from arpo_megatron.cli.options import Overrides, next_command
 
-app = typer.Typer(no_args_is_help=True, help="Check a file of questions.")
-
-
-@app.callback()
-def data() -> None:
-    """Make `check` a command of its own, not the only one."""
+app = typer.Typer(no_args_is_help=True, help="Check a file of questions, or make one from a verifiers environment.")
 
 
 @app.command()
@@ -43,3 +39,36 @@ def check(
             print(line)
     sys.stdout.flush()
     next_command(f"arpo train {recipe} data.path={file} --dry-run")
+
+
+@app.command()
+def from_verifiers(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The `[env]` block of a verifiers run.")],
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment in which verifiers is installed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write (JSON lines).")],
+    limit: Annotated[int, typer.Option(min=1, help="Use this many tasks of the taskset, from its first.")] = 1000,
+) -> None:
+    """Write the tasks of a verifiers environment as questions, for rollout.environment=verifiers.
+
+    The environment begins an episode of each task, so that a row has all messages that the model gets.
+    """
+    from arpo_megatron.errors import UserError
+    from arpo_megatron.tasks.environments.verifiers.environment import VerifiersEnvironment
+    from arpo_megatron.tasks.environments.verifiers.rows import task_rows
+    from arpo_megatron.utils.atomic import atomic_write
+
+    try:
+        environment = VerifiersEnvironment(str(config), str(python))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    with atomic_write(output) as part, part.open("w", encoding="utf-8") as file:
+        for written, row in enumerate(task_rows(environment, limit), 1):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            if sys.stderr.isatty():
+                print(f"\r{written} tasks", end="", file=sys.stderr, flush=True)
+    print(f"{output}: {written} tasks")
+    params = f"{{config: {config}, python: {python}}}"
+    next_command(
+        f"arpo train RECIPE data.path={output} rollout.environment=verifiers reward.kind=environment "
+        f"'rollout.environment_params={params}'"
+    )

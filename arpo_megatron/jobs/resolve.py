@@ -248,6 +248,10 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
         rollout,
         protocol=_absolute_component(rollout.protocol),
         environment=None if rollout.environment is None else _absolute_component(rollout.environment),
+        environment_params={
+            name: _absolute_file(value) if isinstance(value, str) else value
+            for name, value in rollout.environment_params.items()
+        },
         system_prompt=None if rollout.system_prompt is None else _absolute_file(rollout.system_prompt),
     )
     sft = replace(sft, data=absolute(sft.data))
@@ -264,7 +268,10 @@ def _absolute_component(name: str) -> str:
 def _absolute_file(name: str) -> str:
     """Return the absolute path of a file, and any other name as it is."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.is_file() else name
+    try:
+        return str(path.absolute()) if path.is_file() else name
+    except OSError:  # a text too long to be a name
+        return name
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from arpo_megatron.rewards.base import Response, ResponseGroup, Score
-
-CORRECT = "correct"
-"""Part of the reward that is the accuracy, if the environment has one."""
+from arpo_megatron.tasks.environments.base import CORRECT
 
 
 @dataclass(frozen=True, slots=True)

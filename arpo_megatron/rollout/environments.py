@@ -48,7 +48,11 @@ class TreeEnvironments:
         before = node.callers(ENVIRONMENT, ())
         key = before[0].key if before else _START
         environment = self._live.pop(key, None) or await self._restored(key, before)
-        step = await self._run(environment.step, action)
+        try:
+            step = await self._run(environment.step, action)
+        except BaseException:
+            self._close_later(environment)
+            raise
         self._observations[node.key] = step.observation
         if step.done:
             await self._run(environment.close)
@@ -61,19 +65,27 @@ class TreeEnvironments:
     async def _restored(self, key: PathKey, before: Sequence[Node]) -> Environment:
         """Return a new environment in the state after the actions of `before` (the nearest first)."""
         environment = self.make()
+        try:
+            await self._bring(environment, key, before)
+        except BaseException:
+            self._close_later(environment)
+            raise
+        return environment
+
+    async def _bring(self, environment: Environment, key: PathKey, before: Sequence[Node]) -> None:
+        """Bring a new environment to the state after the actions of `before`."""
         await self._run(environment.reset, self.task)
         if not before:
-            return environment
+            return
         if isinstance(environment, Snapshots) and (state := self._snapshots.get(key)) is not None:
             await self._run(environment.restore, state)
             if await self._run(environment.snapshot) != state:
                 raise EnvironmentStateError("a restored environment has another snapshot than the one it restored")
-            return environment
+            return
         if not can_fork(environment):
             raise EnvironmentStateError("the environment can neither be restored nor replayed")
         for each in reversed(before):
             await self._replay(environment, each)
-        return environment
 
     async def _replay(self, environment: Environment, node: Node) -> None:
         """Execute a recorded action again and compare what follows."""
@@ -95,6 +107,10 @@ class TreeEnvironments:
                 return await asyncio.to_thread(call, *arguments, **keywords)
         except TimeoutError:
             raise EnvironmentStateError(f"the environment did not answer within {self.timeout_s:g} s") from None
+
+    def _close_later(self, environment: Environment) -> None:
+        """Close an environment of a failed path in a thread, since its call may still run."""
+        asyncio.get_running_loop().run_in_executor(None, environment.close)
 
     def close(self) -> None:
         """Close the environments that no path uses."""

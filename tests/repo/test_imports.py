@@ -45,6 +45,8 @@ NEEDS_AN_EXTRA = {
     "arpo_megatron.engine.server.entropy_kernel",
 }
 """Loaded by nemo-run, by `arpo submit`, and by an engine on a GPU."""
+OTHER_INTERPRETER = {"arpo_megatron.tasks.environments.verifiers.worker"}
+"""Runs where `verifiers` is installed; no module of ours imports it."""
 
 
 def run(program: str) -> set[str]:
@@ -60,8 +62,8 @@ def test_command_line_imports_no_torch() -> None:
 
 def test_lower_packages_import_no_torch() -> None:
     """Packages that the command line and the rollout process use import torch inside functions only."""
-    assert run(WITHOUT_TORCH_AT_MODULE_LEVEL) == set()
+    assert run(WITHOUT_TORCH_AT_MODULE_LEVEL) == OTHER_INTERPRETER
 
 
 def test_modules_import_without_extras() -> None:
-    assert run(WITHOUT_EXTRAS) <= NEEDS_AN_EXTRA
+    assert run(WITHOUT_EXTRAS) <= NEEDS_AN_EXTRA | OTHER_INTERPRETER

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from arpo_megatron.rollout.messages import CollectTrees, LiveTree, RolloutSettin
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.environments.base import MakeEnvironment
+from arpo_megatron.tasks.environments.base import MakeEnvironment, Step
 from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.environments.scripted_user import ScriptedUser
 from arpo_megatron.tasks.environments.sql import SqlDatabase
@@ -195,6 +195,29 @@ def test_state_that_differs_after_a_fork_fails_the_tree(
     engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=policy_of(kind)))
     with pytest.raises(EnvironmentStateError, match="another"):
         grow(engine.url, forking(), make)
+
+
+class Broken(ScriptedUser):
+    """Raises an error at its second action."""
+
+    closed: ClassVar[list[int]] = []
+
+    def step(self, action: str) -> Step:
+        if self.otherwise == "again":
+            raise RuntimeError("out of order")
+        self.otherwise = "again"
+        return super().step(action)
+
+    def close(self) -> None:
+        Broken.closed.append(id(self))
+
+
+def test_environment_that_fails_is_closed(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=policy_of("user")))
+    Broken.closed.clear()
+    with pytest.raises(RuntimeError, match="out of order"):
+        grow(engine.url, forking(), Broken)
+    assert Broken.closed
 
 
 def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(scripted_engine: Start) -> None:

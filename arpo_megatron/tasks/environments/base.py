@@ -9,6 +9,9 @@ from arpo_megatron.tasks.base import Message, Task
 ENVIRONMENT = "environment"
 """Name in the record of a call that is a turn of the model for its environment."""
 
+CORRECT = "correct"
+"""Part of the reward that is the accuracy, if the environment has one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -39,7 +42,7 @@ class Environment(Protocol):
         """Execute a turn of the model, the text without its end-of-sequence token."""
 
     def close(self) -> None:
-        """Release resources."""
+        """Release resources. Also called after an error, and while a call that exceeded its deadline still runs."""
 
 
 @runtime_checkable

@@ -1,8 +1,9 @@
 """Hermes / Qwen: a JSON object between <tool_call> tags calls a tool, and ends the model's turn of a ChatML chat."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from arpo_megatron.tasks.base import Message
 from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
@@ -72,19 +73,11 @@ class HermesProtocol:
         """Return the conversation with the tools' schemas at the end of the system message, in Qwen's wording."""
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-        first: Message = {"role": "system", "content": f"{system}\n\n{self._schemas()}".lstrip()}
+        first: Message = {
+            "role": "system",
+            "content": f"{system}\n\n{tool_schemas([tool.function() for tool in self.tools])}".lstrip(),
+        }
         return chat_text([first, *rest], tokenizer)
-
-    def _schemas(self) -> str:
-        functions = "\n".join(json.dumps(tool.function(), ensure_ascii=False) for tool in self.tools)
-        return (
-            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-            "You are provided with function signatures within <tools></tools> XML tags:\n"
-            f"<tools>\n{functions}\n</tools>\n\n"
-            "For each function call, return a json object with function name and arguments within "
-            "<tool_call></tool_call> XML tags:\n"
-            '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-        )
 
     def describe(self) -> str:
         """Return "": `prompt` has the schemas."""
@@ -93,6 +86,19 @@ class HermesProtocol:
     def read_response(self, text: str, last_turn: str, called: frozenset[str]) -> Parsed:
         """Check the answer of the last turn."""
         return parse_last_turn(last_turn, called)
+
+
+def tool_schemas(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the end of a system message that describes tools in Qwen's wording; `functions` as in OpenAI's `tools`."""
+    lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{lines}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
 
 
 def _invalid(reason: str) -> InvalidCall:

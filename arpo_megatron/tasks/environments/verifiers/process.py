@@ -1,0 +1,104 @@
+"""The process that runs verifiers environments: its start, its end, and calls to it from several threads."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+class VerifiersError(RuntimeError):
+    """An episode failed, or the process ended. The text says why."""
+
+
+class VerifiersProcess:
+    """A worker (`worker.py`) in the interpreter of an environment. Methods may be called from several threads.
+
+    It ends when its standard input does, and so with this process. What it prints goes to the standard error.
+    """
+
+    def __init__(self, python: Path, config: Path) -> None:
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        path = os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))  # where `uv` is
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self._process = subprocess.Popen(
+            [python, "-P", _WORKER, config],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment | {"PATH": path},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._commands: IO[bytes] = self._process.stdin
+        threading.Thread(target=self._receive, args=(self._process.stdout,), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Execute a command of the worker and return its result.
+
+        Raises:
+            VerifiersError: the environment failed, or the process has ended.
+        """
+        reply = self.send(operation, **arguments).result()
+        if "error" in reply:
+            raise VerifiersError(reply["error"])
+        return reply
+
+    def send(self, operation: str, **arguments: Any) -> Future[dict[str, Any]]:
+        """Send a command; the result comes later. Raises VerifiersError if the process has ended."""
+        result: Future[dict[str, Any]] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            line = json.dumps({"id": number, "op": operation, "arguments": arguments})
+            self._waiting[number] = result
+            try:
+                self._commands.write(f"{line}\n".encode())
+                self._commands.flush()
+            except OSError:
+                del self._waiting[number]
+                raise self._ended() from None
+        return result
+
+    def _receive(self, results: IO[bytes]) -> None:
+        for line in results:
+            reply = json.loads(line)
+            self._waiting.pop(reply["id"]).set_result(reply)
+        with self._lock:  # no command is being written
+            self._process.wait()
+            for waiting in self._waiting.values():
+                waiting.set_exception(self._ended())
+            self._waiting.clear()
+
+    def _ended(self) -> VerifiersError:
+        code = self._process.wait()
+        return VerifiersError(f"the process of the verifiers environment ended with status {code}; the log says why")
+
+
+_STARTING = threading.Lock()
+_RUNNING: dict[tuple[Path, Path], VerifiersProcess] = {}
+
+
+def process_of(python: Path, config: Path) -> VerifiersProcess:
+    """Return the running worker of an environment; start one if there is none."""
+    with _STARTING:
+        process = _RUNNING.get((python, config))
+        if process is None or not process.alive:
+            print(f"verifiers: starting {config} with {python}", file=sys.stderr, flush=True)
+            process = _RUNNING[python, config] = VerifiersProcess(python, config)
+        return process
