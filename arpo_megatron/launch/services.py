@@ -22,7 +22,7 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
-from arpo_megatron.rollout.handle import rollout_service, rollout_socket
+from arpo_megatron.rollout.service import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tools_sandbox.config import TOKEN_VARIABLE

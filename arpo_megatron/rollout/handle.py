@@ -10,8 +10,6 @@ reads it at all times, also while the trainer trains, and reconnects when it is 
 """
 
 import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ from arpo_megatron.rollout.connection import hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
+    FinishedTree,
     FinishTrees,
     IncompleteTree,
     LiveTree,
@@ -47,10 +46,8 @@ from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.heartbeat import beat
-from arpo_megatron.utils.service_spec import ServiceSpec
 
 _CONNECT_INTERVAL_S = 0.1
-_STARTUP_S = 180.0
 _CLOSE_DEADLINE_S = 5.0
 _GREETING = 0
 """Id of the first request of each connection."""
@@ -77,7 +74,8 @@ class RolloutHandle:
         self._version = 0
         self._paused = False
         self._pending: tuple[int, object] | None = None
-        self._parts: list[RolloutTree | IncompleteTree] = []  # of a report that is arriving
+        self._finished: dict[int, RolloutTree] = {}  # not collected yet
+        self._parts: list[IncompleteTree] = []  # of a report that is arriving
         self._broken: Exception | None = None
         self._closed = threading.Event()
         self._answers: SimpleQueue[tuple[int, object]] = SimpleQueue()
@@ -100,7 +98,7 @@ class RolloutHandle:
         handle = cls(address, settings, patience_s=patience_s)
         handle._thread.start()
         try:
-            handle._answer_to(_GREETING, None)
+            handle._answer_to(_GREETING)
         except BaseException:
             handle.close()
             raise
@@ -189,16 +187,30 @@ class RolloutHandle:
                 del self._trees[number]
 
     def collect(
-        self, request: CollectTrees, progress: Callable[[RolloutProgress], None] | None = None
+        self,
+        request: CollectTrees,
+        progress: Callable[[RolloutProgress], None] | None = None,
+        finished: Callable[[Task, RolloutTree], None] | None = None,
     ) -> RolloutReport:
         """Wait for finished trees.
+
+        Args:
+            request: which trees to wait for.
+            progress: called from this thread now and then.
+            finished: called from this thread with trees that are finished while others grow. A tree that is left for a
+                later collection is given again then.
 
         Raises:
             RolloutError: the process failed.
             StaleEnginesError: an engine was restarted and lacks the weights. Its trees continue on the others, and
                 nothing was collected.
         """
-        return self._report(request, progress)
+        if finished is not None:
+            with self._lock:
+                known = list(self._finished)
+            for number in known:
+                self._give(number, request.purpose, finished)
+        return self._report(request, progress, lambda number: self._give(number, request.purpose, finished))
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[RolloutProgress], None] | None = None) -> None:
         """Wait until all trees of one purpose are finished. Raises the errors of `collect`."""
@@ -241,13 +253,30 @@ class RolloutHandle:
             self._trees |= {tree.tree_id: (tree, list(tree.entries)) for tree in trees}
         self._call(StartTrees(tuple(trees), version))
 
-    def _report(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> RolloutReport:
-        report = self._call(request, progress)
+    def _give(self, number: int, purpose: str, finished: Callable[[Task, RolloutTree], None] | None) -> None:
+        """Call `finished` with a tree if it is of this purpose and was not collected."""
+        with self._lock:
+            tree, known = self._finished.get(number), self._trees.get(number)
+        if finished is not None and tree is not None and known is not None and known[0].purpose == purpose:
+            finished(known[0].task, tree)
+
+    def _report(
+        self,
+        request: object,
+        progress: Callable[[RolloutProgress], None] | None = None,
+        finished: Callable[[int], None] | None = None,
+    ) -> RolloutReport:
+        report = self._call(request, progress, finished)
         if not isinstance(report, RolloutReport):
             raise AssertionError(f"{request!r} was answered with {report!r}")
         return report
 
-    def _call(self, request: object, progress: Callable[[RolloutProgress], None] | None = None) -> object:
+    def _call(
+        self,
+        request: object,
+        progress: Callable[[RolloutProgress], None] | None = None,
+        finished: Callable[[int], None] | None = None,
+    ) -> object:
         """Send a request and wait for its answer. If the connection is cut, the thread sends the request again."""
         with self._lock:
             if self._broken is not None:
@@ -258,14 +287,23 @@ class RolloutHandle:
                 with suppress(OSError):
                     self._connection.send(self._pending)
         try:
-            return self._answer_to(number, progress)
+            return self._answer_to(number, progress, finished)
         finally:
             with self._lock:
                 self._pending = None
 
-    def _answer_to(self, request: int, progress: Callable[[RolloutProgress], None] | None) -> object:
+    def _answer_to(
+        self,
+        request: int,
+        progress: Callable[[RolloutProgress], None] | None = None,
+        finished: Callable[[int], None] | None = None,
+    ) -> object:
         while True:
             number, answer = self._answers.get()
+            if isinstance(answer, FinishedTree):
+                if finished is not None:
+                    finished(answer.tree_id)
+                continue
             if isinstance(answer, Failure):
                 text = answer.user_error or f"the rollout process failed:\n{answer.traceback}"
                 self._broken = RolloutError(text)
@@ -336,6 +374,13 @@ class RolloutHandle:
                 if message.tree_id in self._trees:
                     self._trees[message.tree_id][1].append(message.entry)
             return False
+        if isinstance(message, FinishedTree):
+            beat()
+            with self._lock:
+                if message.tree_id in self._trees:
+                    self._finished[message.tree_id] = message.tree
+            self._answers.put((_GREETING, message))
+            return False
         assert isinstance(message, tuple)
         number, answer = message
         if isinstance(answer, ReportPart):
@@ -343,9 +388,12 @@ class RolloutHandle:
             self._parts.append(answer.tree)
             return False
         if isinstance(answer, RolloutReport):
-            parts, self._parts = self._parts, []
-            trees = [tree for tree in parts if isinstance(tree, RolloutTree)]
-            failed = [tree for tree in parts if isinstance(tree, IncompleteTree)]
+            failed, self._parts = self._parts, []
+            with self._lock:
+                ids = [number for number in answer.tree_ids if number in self._finished]
+                trees = [self._finished.pop(number) for number in ids]
+            for tree in trees:
+                tree.answered_shares = dict(answer.answered_shares)
             answer = replace(answer, trees=trees, failed=failed)
         with self._lock:
             if isinstance(answer, RolloutReport):
@@ -354,29 +402,3 @@ class RolloutHandle:
                 self._pending = None
         self._answers.put((number, answer))
         return isinstance(answer, Failure)
-
-
-def rollout_service(directory: Path, port: int, *, log_path: Path, hang_timeout_s: float) -> ServiceSpec:
-    """Return how to start the rollout process.
-
-    Args:
-        directory: parent of the socket's folder (`rollout_socket`), which only this user may enter.
-        port: free port on 127.0.0.1 for the health check of its event loop.
-        log_path: file for its output.
-        hang_timeout_s: see `ServiceSpec`.
-    """
-    command = [sys.executable, "-m", "arpo_megatron.rollout.worker", str(rollout_socket(directory)), str(port)]
-    return ServiceSpec(
-        name="rollout",
-        url=f"http://127.0.0.1:{port}",
-        command=command,
-        log=log_path,
-        environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        startup_timeout_s=_STARTUP_S,
-        hang_timeout_s=hang_timeout_s,
-    )
-
-
-def rollout_socket(directory: Path) -> Path:
-    """Return the socket of the process that was started with this directory."""
-    return directory / "rollout" / "socket"

@@ -95,13 +95,23 @@ class RolloutReport:
     """Their ids (`LiveTree.tree_id`)."""
     failed_calls: Mapping[str, str] = field(default_factory=dict)
     """Why a newest failed tool call failed, by tool."""
+    answered_shares: Mapping[str, float] = field(default_factory=dict)
+    """`RolloutTree.answered_shares` of each of its trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTree:
+    """A tree that has just been finished. It is sent without a request, so that it can be scored while others grow."""
+
+    tree_id: int
+    tree: RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPart:
-    """A tree of the `RolloutReport` that follows. A whole report would be pickled at once, which blocks all threads."""
+    """A failed tree of the `RolloutReport` that follows. A whole report would be pickled at once, and block threads."""
 
-    tree: RolloutTree | IncompleteTree
+    tree: IncompleteTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class TreePool:
         protocol: the call protocol with its tools.
         admission: lets requests pass as the engines' KV pools have room; None: all pass at once.
         make_environment: returns the environment of a trajectory; None: the policy calls tools.
+        finished: called with the id of each tree that is finished, and the tree.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class TreePool:
         protocol: CallProtocol = DEFAULT_PROTOCOL,
         admission: AdmissionGate | None = None,
         make_environment: MakeEnvironment | None = None,
+        finished: Callable[[int, RolloutTree], None] = lambda _tree_id, _tree: None,
     ) -> None:
+        self._finished = finished
         self._engine = engine
         self._tools = tools
         self._protocol = protocol
@@ -310,9 +313,9 @@ class TreePool:
         queue.tokens = 0
         shares = queue.shares.add(tree.grower.calls for tree in collected)
         for grown in trees:
-            grown.answered_shares = shares
+            grown.answered_shares = dict(shares)
         reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
-        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons)
+        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
 
     async def _grow(self, tree: _PoolTree, queue: _Queue, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:
@@ -323,6 +326,7 @@ class TreePool:
             result = await tree.grower.grow()
             streamed, inside_stop = tree.grower.streams, self._inside_stop(queue.limits)
             tree.result, tree.stats = result, TreeStats.of(result, queue.policy, inside_stop, streamed=streamed)
+            self._finished(tree.tree_id, result)
         except Exception as error:
             tree.result = error
             if not isinstance(error, TREE_FAILURES):

@@ -32,6 +32,7 @@ from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
+    FinishedTree,
     FinishTrees,
     Pause,
     RecordEntry,
@@ -51,6 +52,7 @@ from arpo_megatron.tasks.environments.build import environment_maker
 from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.processes import raise_file_limit
 
 
@@ -159,6 +161,7 @@ class Session:
                 None
                 if settings.environment is None
                 else environment_maker(settings.environment, settings.environment_params),
+                self._finished,
             )
             engine.on_stale = pool.note_stale
             try:
@@ -177,10 +180,13 @@ class Session:
 
     def _send(self, answer: object) -> None:
         if isinstance(answer, RolloutReport):
-            for part in (*map(ReportPart, answer.trees), *map(ReportPart, answer.failed)):
+            for part in map(ReportPart, answer.failed):
                 self._outbox.put((self._request, part))
-            answer = replace(answer, trees=[], failed=[])
+            answer = replace(answer, trees=[], failed=[])  # the finished ones were sent at their end
         self._outbox.put((self._request, answer))
+
+    def _finished(self, number: int, tree: RolloutTree) -> None:
+        self._outbox.put(FinishedTree(number, tree))
 
     def _record(self, number: int, entry: bytes) -> None:
         self._outbox.put(RecordEntry(number, entry))

@@ -133,6 +133,7 @@ class TreeCollector:
         if self.current is None:
             raise RuntimeError("no step is in progress")
         self.rollouts.discard_collected(TRAINING)
+        self.scorer.forget(self.current.step + 1)
         finished, self.current = self.current, None
         return finished
 
@@ -225,7 +226,7 @@ class TreeCollector:
     def _wait_for_trees(self, count: int, current: StepInProgress) -> list[ScoredTree]:
         """Wait for about `count` more finished trees and score them."""
         request = collect_request(self.config.rollout, TRAINING, count, current.step)
-        report = self.rollouts.collect(request, self._progressed)
+        report = self.rollouts.collect(request, self._progressed, partial(self.scorer.begin, step=current.step))
         for each in report.failed:
             check_not_blocked(each)
             current.failure = each.reason

@@ -152,7 +152,11 @@ class Controller:
             settings = RolloutSettings.evaluation(self.session.config)
             self.rollouts.start_trees(EVALUATION, tasks, step=step, version=step, settings=settings)
             self.evaluating = True
-        report = self.rollouts.collect(CollectTrees(EVALUATION), partial(report_progress, self.session.events))
+        report = self.rollouts.collect(
+            CollectTrees(EVALUATION),
+            partial(report_progress, self.session.events),
+            partial(self.scorer.begin, step=step),
+        )
         self.evaluating = False
         self.rollouts.discard_collected(EVALUATION)
         for each in report.failed:

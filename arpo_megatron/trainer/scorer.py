@@ -1,8 +1,8 @@
 """Scoring of finished trees: a reward for every leaf."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,31 @@ from arpo_megatron.tree import RolloutTree
 _THREADS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TreeScorer:
     """Scores several trees at a time, so that a verifier or a judge that is slow on one delays no other."""
 
     reward: Reward
     decode: Callable[[Sequence[int]], str]
+    _threads: ThreadPoolExecutor = field(init=False)
+    _begun: dict[int, tuple[RolloutTree, int, "Future[Sequence[Score]]"]] = field(default_factory=dict, init=False)
+    """Id of the tree object -> the tree, the step, and its scores. The tree is kept, so that its id stays its own."""
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="scorer")
+
+    def begin(self, task: Task, tree: RolloutTree, *, step: int) -> None:
+        """Begin to score a tree that `score` will be given for the same step. A second call changes nothing."""
+        begun = self._begun.get(id(tree))
+        if begun is None or begun[1] != step:
+            self._begun[id(tree)] = tree, step, self._submit(task, tree, step)
+
+    def forget(self, step: int) -> None:
+        """Forget the trees that were begun for steps before `step` and never asked for."""
+        for number, (_, begun_for, scores) in list(self._begun.items()):
+            if begun_for < step:
+                scores.cancel()
+                del self._begun[number]
 
     def score(self, trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
         """Score the leaves of each tree, which belongs to the task at the same position.
@@ -28,10 +47,13 @@ class TreeScorer:
         Raises:
             UserError: the judge cannot be used as it is configured.
         """
-        groups = [group_of(tree, task, self.decode, step=step) for tree, task in zip(trees, tasks, strict=True)]
-        with ThreadPoolExecutor(min(_THREADS, max(1, len(trees))), thread_name_prefix="scorer") as threads:
-            scores = threads.map(self.reward.score_group, groups)
-            return [_scored_tree(task, tree, own) for task, tree, own in zip(tasks, trees, scores, strict=True)]
+        for task, tree in zip(tasks, trees, strict=True):
+            self.begin(task, tree, step=step)
+        scores = [self._begun.pop(id(tree))[2] for tree in trees]
+        return [_scored_tree(task, tree, own.result()) for task, tree, own in zip(tasks, trees, scores, strict=True)]
+
+    def _submit(self, task: Task, tree: RolloutTree, step: int) -> "Future[Sequence[Score]]":
+        return self._threads.submit(self.reward.score_group, group_of(tree, task, self.decode, step=step))
 
 
 def _scored_tree(task: Task, tree: RolloutTree, scores: Sequence[Score]) -> ScoredTree:

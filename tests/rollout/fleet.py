@@ -12,8 +12,9 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import read_health
 from arpo_megatron.launch.services import sandbox_service
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.rollout.handle import RolloutHandle, rollout_service, rollout_socket
+from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.service import rollout_service, rollout_socket
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.service_spec import ServiceSpec
 from tests.faults import CutProxy, Proxies, ToolProxy

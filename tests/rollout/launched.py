@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from arpo_megatron.engine.launch import SCRATCH_PREFIX
-from arpo_megatron.rollout.handle import RolloutHandle, rollout_service, rollout_socket
+from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import ServiceSettings
+from arpo_megatron.rollout.service import rollout_service, rollout_socket
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
 from arpo_megatron.utils.temporary import TemporaryFolder

@@ -20,10 +20,18 @@ from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.connection import hang_up
 from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
 from arpo_megatron.rollout.limits import RolloutLimits
-from arpo_megatron.rollout.messages import Pause, Restore, RolloutProgress, RolloutSettings, ServiceSettings
+from arpo_megatron.rollout.messages import (
+    CollectTrees,
+    Pause,
+    Restore,
+    RolloutProgress,
+    RolloutSettings,
+    ServiceSettings,
+)
 from arpo_megatron.rollout.record import UnfinishedTree
 from arpo_megatron.rollout.worker import Session
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import RolloutTree
 from tests.engine.scripted import ScriptedEngine
 
 NOWHERE = "http://127.0.0.1:9"
@@ -111,6 +119,30 @@ def test_cut_connection_is_restored_during_a_call(
     assert len(report.trees[0].leaves()) == 2
     assert len(served) == 2
     assert engine.generations == 3  # what had been sampled before the cut was not asked for again
+
+
+def test_finished_trees_are_given_while_others_grow(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]
+) -> None:
+    engine = Stuck(lambda _text: "xyz")
+    scripted_engine(engine)
+    given: list[tuple[str, object]] = []
+
+    def finished(task: Task, tree: RolloutTree) -> None:
+        given.append((task.id, tree))
+        engine.released = True  # the other tree waits for this one
+
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, [])
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            grown = RolloutSettings(None, 1, Sampling(), LIMITS)
+            tasks = [Task(name, (), "", "math", "w") for name in "ab"]
+            handle.start_trees("g", tasks, step=0, version=0, settings=grown)
+            trees = handle.collect(CollectTrees("g"), finished=finished).trees
+    assert [tree.task_id for tree in trees] == ["a", "b"]
+    (name, first), *_ = given
+    assert first is trees["ab".index(name)], "the report has the same object"
 
 
 class Measured:

@@ -1,4 +1,4 @@
-"""What the trainer's side of a verifiers environment does without the package: texts of messages, and errors."""
+"""The trainer's side of a verifiers environment without the package: texts of messages, and errors."""
 
 import subprocess
 import sys
@@ -48,9 +48,9 @@ def test_an_unreadable_call_is_an_observation(call: str) -> None:
 
 
 def test_results_and_user_messages_become_one_text() -> None:
-    parts = [{"type": "text", "text": "Go "}, {"type": "text", "text": "on."}]
+    parts = [{"type": "text", "text": "Walk "}, {"type": "text", "text": "on."}]
     result = {"role": "tool", "tool_call_id": "call_0", "content": "52"}
-    assert text_of([result, {"role": "user", "content": parts}]) == "<tool_response>\n52\n</tool_response>\nGo on."
+    assert text_of([result, {"role": "user", "content": parts}]) == "<tool_response>\n52\n</tool_response>\nWalk on."
     with pytest.raises(ValueError, match="sends image_url; only text"):
         text_of([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
 
@@ -67,7 +67,7 @@ def test_an_interpreter_without_verifiers_is_named(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert f"{sys.executable} cannot import verifiers 0.4 or later" in result.stderr
-    assert "ended with status 1; the log says why" in result.stderr and not (tmp_path / "tasks.jsonl").exists()
+    assert "ended with status 1; the log has the reason" in result.stderr and not (tmp_path / "tasks.jsonl").exists()
 
 
 def test_a_row_without_a_number_of_a_task_is_refused(tmp_path: Path) -> None:

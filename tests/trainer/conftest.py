@@ -39,7 +39,7 @@ def collector(tmp_path: Path) -> Start:
         rollouts = Rollouts()
         events = EventLog(tmp_path / "events.jsonl")
         journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
-        scorer: Any = SimpleNamespace(score=score)
+        scorer: Any = SimpleNamespace(score=score, begin=lambda *_tree, step: None, forget=lambda _step: None)
         double: Any = rollouts
         return TreeCollector(config, double, scorer, selector or Selector(), journal, events), rollouts
 

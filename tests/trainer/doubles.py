@@ -64,7 +64,12 @@ class Rollouts:
     def discard_collected(self, _purpose: str) -> None:
         self.given.clear()
 
-    def collect(self, request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
+    def collect(
+        self,
+        request: CollectTrees,
+        progress: Callable[[RolloutProgress], None],
+        _finished: Callable[[Task, RolloutTree], None],
+    ) -> RolloutReport:
         self.waited.add(request.finish_before)
         count = min(request.count or 0, len(self.in_flight))
         done, self.in_flight = self.in_flight[:count], self.in_flight[count:]

@@ -4,7 +4,7 @@ The rollout process is a double; `tests/e2e` uses the real one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.messages import (
     CollectTrees,
-    RolloutProgress,
     RolloutReport,
 )
 from arpo_megatron.tasks.base import Task
@@ -199,10 +198,10 @@ def test_killed_run_continues_from_the_journal(collector: Start, tmp_path: Path,
 
     collect, left = rollouts.collect, report
 
-    def collect_until_killed(request: CollectTrees, progress: Callable[[RolloutProgress], None]) -> RolloutReport:
+    def collect_until_killed(request: CollectTrees, *callbacks: Any) -> RolloutReport:
         nonlocal left, killed
         left -= 1
-        found = collect(request, progress)
+        found = collect(request, *callbacks)
         if left == 0:
             killed = True
             raise Killed
@@ -271,7 +270,7 @@ def test_selector_learns_nothing_from_a_step_stopped_while_scoring(collector: St
             raise StoppedError  # from the wait for a judge that is down
         return score(trees, tasks, step=step)
 
-    held.scorer = SimpleNamespace(score=until_stopped)  # type: ignore[assignment]
+    held.scorer = SimpleNamespace(score=until_stopped, begin=lambda *_tree, step: None)  # type: ignore[assignment]
     with pytest.raises(StoppedError):
         held.collect(0)
     assert selector.recorded == []

@@ -1,4 +1,4 @@
-"""A verifiers environment for tests: the model guesses a number, and the user says whether it is higher or lower."""
+"""A verifiers environment for tests: the model guesses a number, and the user answers "higher" or "lower"."""
 
 import verifiers.v1 as vf
 

@@ -32,7 +32,7 @@ def message_of(turn: str) -> dict[str, Any]:
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what follows a turn as the text of one message: results of tools in their tags, and what the user says."""
+    """Return what follows a turn as one text: results of tools in their tags, and the words of the user."""
     return "\n".join(
         f"<tool_response>\n{_content(each)}\n</tool_response>" if each["role"] == "tool" else _content(each)
         for each in messages

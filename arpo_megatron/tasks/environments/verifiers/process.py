@@ -14,13 +14,13 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 
 class VerifiersError(RuntimeError):
-    """An episode failed, or the process ended. The text says why."""
+    """An episode failed, or the process ended; the text has the reason."""
 
 
 class VerifiersProcess:
     """A worker (`worker.py`) in the interpreter of an environment. Methods may be called from several threads.
 
-    It ends when its standard input does, and so with this process. What it prints goes to the standard error.
+    It ends when its standard input does, and so with this process. Its output goes to the standard error.
     """
 
     def __init__(self, python: Path, config: Path) -> None:
@@ -87,7 +87,7 @@ class VerifiersProcess:
 
     def _ended(self) -> VerifiersError:
         code = self._process.wait()
-        return VerifiersError(f"the process of the verifiers environment ended with status {code}; the log says why")
+        return VerifiersError(f"the verifiers process ended with status {code}; the log has the reason")
 
 
 _STARTING = threading.Lock()

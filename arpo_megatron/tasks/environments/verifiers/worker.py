@@ -33,7 +33,7 @@ KEY_VARIABLE = "ARPO_VERIFIERS_KEY"
 
 
 class EpisodeError(RuntimeError):
-    """An episode cannot be trained on; the text says why."""
+    """An episode cannot be trained on; the text has the reason."""
 
 
 class Conversation:
