@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
+from arpo_megatron.config.fields import STRICT, NonNegative, Positive, PositiveFloat
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -24,6 +24,10 @@ class MonitorConfig:
     """Tags of the run."""
     wandb_notes: str | None = None
     """Text about the run."""
+    wandb_samples: NonNegative = 8
+    """Trajectories in the table `samples` of Weights & Biases, after each step that saves a checkpoint."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to RUN_DIR/tensorboard."""
     webhook_variable: str | None = None
     """Environment variable with an address. The job posts JSON there when it ends, fails, stalls, is stopped, or skips
     an update that is not finite."""

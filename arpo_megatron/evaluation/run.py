@@ -30,6 +30,7 @@ from arpo_megatron.jobs.inputs import load_tokenizer, training_prompt
 from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.monitor.wandb_run import add_evaluation
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -388,5 +389,7 @@ def _report(
     write_records(out / "records.parquet", attempts)
     write_json(out / SUMMARY, {"model": target.name, "method": method, "benchmarks": rows, "notes": notes})
     write_report(out, [EvalResult(target.name, method, rows, notes)])
+    if target.run is not None and evaluation.config.monitor.wandb != "disabled":
+        evaluation.log(add_evaluation(target.run.path, evaluation.config, rows))
     single = next(iter(rows.values())) if len(rows) == 1 else {}
     return {"model": str(target.model or target.name), "out": str(out), **single, "benchmarks": rows}

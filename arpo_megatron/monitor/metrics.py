@@ -1,18 +1,16 @@
-"""Metrics of a run: RUN_DIR/metrics.jsonl with one JSON object per step, and Weights & Biases if configured."""
+"""Metrics of a run: RUN_DIR/metrics.jsonl with one JSON object per step, and other places that the config names."""
 
 import json
 import math
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.config.io import dump_config
-from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.tensorboard import TensorBoardWriter
+from arpo_megatron.monitor.wandb_run import WandbRun
 from arpo_megatron.utils.atomic import append_line, atomic_write
-from arpo_megatron.utils.code_version import code_version
 
 Value = float | int | str | bool | None
 
@@ -20,14 +18,13 @@ Value = float | int | str | bool | None
 class MetricsLog:
     """Appends the metrics of each step; a step appears once, also after interruptions.
 
-    A resumed run repeats the steps after its last checkpoint; their first rows are replaced. The wandb run has one id,
-    kept in RUN_DIR/wandb_run_id, so a resumed run continues the same curves. A row that the disk refuses is counted and
-    lost: it must not end a run.
+    A resumed run repeats the steps after its last checkpoint; their first rows are replaced. A row that the disk
+    refuses is counted and lost: it must not end a run.
 
     Args:
         run_dir: the run directory, which exists.
-        config: sets whether and how wandb is used; its values are logged there.
-        phase: set for a cold start: the file is PHASE_metrics.jsonl, and wandb's curves are PHASE/... over PHASE/step.
+        config: section `monitor` sets where else the metrics go.
+        phase: set for a cold start: the file is PHASE_metrics.jsonl, and the names elsewhere are PHASE/NAME.
 
     Raises:
         UserError: wandb cannot be started (no login in online mode, for example).
@@ -35,11 +32,12 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, config: JobConfig, phase: str = "") -> None:
         self._path = run_dir / (f"{phase}_metrics.jsonl" if phase else "metrics.jsonl")
-        self._prefix = f"{phase}/" if phase else ""
+        prefix, monitor = f"{phase}/" if phase else "", config.monitor
         self._last_step = _repair(self._path)
         self._lost_rows = 0
-        mode = config.monitor.wandb
-        self._wandb = None if mode == "disabled" else _start_wandb(run_dir, config, mode, self._prefix)
+        self.wandb = None if monitor.wandb == "disabled" else WandbRun(run_dir, config, prefix)
+        """The run in Weights & Biases, if there is one."""
+        self._tensorboard = TensorBoardWriter(run_dir / "tensorboard", prefix) if monitor.tensorboard else None
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row of one step, `row["step"]` from 1. Values are numbers or text; NaN and infinity become null."""
@@ -52,20 +50,15 @@ class MetricsLog:
             self._last_step = step
         except OSError:
             self._lost_rows += 1
-        if self._wandb is not None:
-            self._wandb.log({self._prefix + key: value for key, value in plain.items()})
-
-    @property
-    def place(self) -> str:
-        """Where wandb shows the run: its address, or the command that sends an offline run; empty without wandb."""
-        if self._wandb is None:
-            return ""
-        return self._wandb.url or f"wandb sync {Path(self._wandb.dir).parent}"
+        for tracker in (self.wandb, self._tensorboard):
+            if tracker is not None:
+                tracker.log(plain)
 
     def close(self) -> int:
-        """End the wandb run, if there is one. Return the number of rows that could not be written."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        """End the runs elsewhere. Return the number of rows that could not be written."""
+        for tracker in (self.wandb, self._tensorboard):
+            if tracker is not None:
+                tracker.close()
         return self._lost_rows
 
 
@@ -97,36 +90,3 @@ def _keep_before(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     with atomic_write(path) as partial:
         partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
-
-
-def _start_wandb(run_dir: Path, config: JobConfig, mode: Literal["offline", "online"], prefix: str) -> Any:
-    """Start the wandb run, or resume the one that an earlier part of this run has started."""
-    import wandb
-
-    id_file = run_dir / "wandb_run_id"
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:8] + "\n")
-    try:
-        run = wandb.init(
-            project=config.monitor.wandb_project,
-            entity=config.monitor.wandb_entity,
-            group=config.monitor.wandb_group,
-            tags=config.monitor.wandb_tags,
-            notes=config.monitor.wandb_notes,
-            job_type="sft" if config.sft_only else "rl",
-            name=run_dir.name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            mode=mode,
-            dir=run_dir,
-            config=dump_config(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except wandb.errors.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"monitor.wandb={mode}: {reason}; or use monitor.wandb=offline") from None
-    origin = {"code": code_version(), "slurm_job_id": os.environ.get("SLURM_JOB_ID")}
-    run.config.update(origin, allow_val_change=True)
-    # A resumed run repeats steps. wandb drops repeated values of its own step counter, but not of a metric.
-    run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
-    return run

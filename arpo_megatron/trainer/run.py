@@ -25,6 +25,7 @@ from arpo_megatron.jobs.checkpoint_dirs import disk_full_hint
 from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.monitor.profiler import peak_memory_gb
+from arpo_megatron.monitor.samples import sample_leaves
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.endpoints import Services
 from arpo_megatron.rollout.messages import StaleEnginesError
@@ -264,16 +265,23 @@ class TrainingRun:
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
             }
             session.metrics.log(row)
+            if session.metrics.wandb is not None and self._save_due():
+                leaves = sample_leaves(trees, self.controller.decode, self.step, config.monitor.wandb_samples)
+                session.metrics.wandb.log_samples(self.step, leaves)
             session.events.emit("step", steps=config.train.steps, **row)
         session.end_profile(self.step)
         session.log_saves()
         if self.step < config.train.steps:
             self.evaluate()  # before the save, which then holds the result; the last evaluation is after the loop
-        if self.step == config.train.steps or self.step % config.train.save_every == 0:
+        if self._save_due():
             with self.phase("save"):  # its seconds count for the next step
                 self.save()
         if session.stopping():
             session.stop(self.step, self.save)
+
+    def _save_due(self) -> bool:
+        train = self.config.train
+        return self.step == train.steps or self.step % train.save_every == 0
 
     def save(self) -> None:
         """Start to write a checkpoint of the policy and, on rank 0, of the controller."""
@@ -312,6 +320,8 @@ class TrainingRun:
                 del result["selector"]  # the order of the tasks is no result
                 write_json(directory.result, result)
             directory.step_journal.unlink(missing_ok=True)
+            if session.metrics is not None and session.metrics.wandb is not None:
+                session.metrics.wandb.log_export(directory.export)
 
     def _with_engines(self, work: Callable[[], T] | None) -> T | None:
         """Return the result of rank 0's `work`; whenever an engine has lost its weights, all ranks push them again."""

@@ -225,8 +225,8 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
     if training and is_rank_zero:
         metrics = MetricsLog(directory.path, config, phase="sft" if phase == "sft" else "")
         closing.callback(_close_metrics, metrics, events)
-        if metrics.place:
-            events.emit("note", text=f"wandb: {metrics.place}")
+        if metrics.wandb is not None:
+            events.emit("note", text=f"wandb: {metrics.wandb.place}")
     window = config.monitor.profile_steps if is_rank_zero or config.monitor.profile_ranks == "all" else None
     profiler = StepProfiler(
         window if training else None,
