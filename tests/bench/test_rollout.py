@@ -93,7 +93,7 @@ class RecordingHandle:
         else:
             self.calls.append(("start", len(tasks), None))
 
-    def collect(self, request: CollectTrees, _progress: object = None) -> RolloutReport:
+    def collect(self, request: CollectTrees, _progress: object = None, _finished: object = None) -> RolloutReport:
         self.calls.append(("collect", request.count, request.finish_before))
         done, self.in_flight = self.in_flight[: request.count], self.in_flight[request.count :]
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
@@ -133,7 +133,7 @@ def test_benchmark_starts_and_collects_trees_as_a_run_does(
     config = rollout._job(ahead=ahead)
     tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
     run: Any = RecordingHandle()
-    scorer: Any = SimpleNamespace(score=score)
+    scorer: Any = SimpleNamespace(score=score, begin=lambda *_tree, step: None)
     journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     events = EventLog(tmp_path / "events.jsonl")
     collector = TreeCollector(config, run, scorer, EpochSelector(tasks, 1), journal, events)
