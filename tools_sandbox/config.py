@@ -39,12 +39,12 @@ class Limits:
     """Longest wall-clock time of a call of any tool, in seconds. A longer `timeout_s` is cut to this value."""
     cpu_s: Annotated[Positive, Field(le=1_000_000)] = 120
     """CPU time in seconds, for one process (RLIMIT_CPU) and for the call as a whole."""
-    memory_mb: Annotated[Mebibytes, Field(ge=16)] = 2048
+    memory_mib: Annotated[Mebibytes, Field(ge=16)] = 2048
     """Address space of a process in MiB (RLIMIT_AS), beyond the preloaded modules. With control groups, also the
     memory of all processes of the call together."""
-    file_mb: Mebibytes = 64
+    file_mib: Mebibytes = 64
     """Size of the largest file that a process may write, in MiB (RLIMIT_FSIZE)."""
-    disk_mb: Mebibytes = 256
+    disk_mib: Mebibytes = 256
     """Size of the private /tmp in MiB. Needs a mount namespace; the log reports at the start whether there is one."""
     processes: Annotated[Positive, Field(le=1 << 20)] = 64
     """Processes and threads of a call (RLIMIT_NPROC and the pids control group)."""
@@ -54,9 +54,9 @@ class Limits:
     """Longest code that is accepted, in characters."""
     output_chars: Positive = 20_000
     """Longest answer in characters. A longer one is cut, with a note."""
-    output_mb: Mebibytes = 64
+    output_mib: Mebibytes = 64
     """Largest output in MiB, shown or not. A call that writes more is ended."""
-    state_mb: Annotated[Mebibytes, Field(le=1 << 12)] = 64
+    state_mib: Annotated[Mebibytes, Field(le=1 << 12)] = 64
     """Largest state of a session in MiB: the serialized names and the files in the working directory."""
 
 
@@ -83,7 +83,7 @@ class PythonConfig:
     """Folder for the states of sessions, relative to the configuration file. Several services may share it. The states
     are in its folder `tools_sandbox_states`; nothing else in it is touched.
     None: the python tool has no sessions, and every call begins with an empty state."""
-    sessions_mb: Positive = 4096
+    sessions_mib: Positive = 4096
     """Size of all kept states in MiB. The least recently used ones are removed first."""
 
 
@@ -199,7 +199,7 @@ class BrowseConfig:
     """Networks that may not be read although they are public, e.g. a cluster's own. This machine never may be."""
     max_bytes: Positive = 5_000_000
     """Bytes of a body that are read, on the wire and after decompression. The rest is cut, with a note."""
-    parse_mb: Annotated[Mebibytes, Field(ge=16)] = 1024
+    parse_mib: Annotated[Mebibytes, Field(ge=16)] = 1024
     """Memory in MiB for turning a page into text; each page has its own process for that, isolated like a python call.
     A page that needs more is answered with an error."""
     max_chars: Positive = 20_000
@@ -252,14 +252,14 @@ class CacheConfig:
 
     entries: Positive = 10_000
     """Number of answers kept in memory. The least recently used ones are removed first."""
-    memory_mb: Positive = 256
+    memory_mib: Positive = 256
     """Size of the answers kept in memory, in MiB. The least recently used ones are removed first."""
     sqlite_path: Path | None = None
     """SQLite file (WAL) that keeps answers over restarts, relative to the configuration file. Services on one machine
     may share it and read each other's answers (equal calls at the same time each execute). None: memory only."""
     sqlite_entries: Positive = 1_000_000
     """Number of answers kept in the file. The oldest ones are removed first."""
-    sqlite_mb: Positive = 4096
+    sqlite_mib: Positive = 4096
     """Size of the file in MiB. The oldest answers are removed first."""
     negative_s: Seconds = 60.0
     """Seconds to keep a negative result: a search found nothing, or a page cannot be read."""

@@ -30,7 +30,7 @@ KINDS = ("network", "ipc")
 _TIMEOUT = timedelta(seconds=300)
 
 
-def bench_resharding(root: Path, bucket_mb: int, repeats: int) -> dict[str, Any]:
+def bench_resharding(root: Path, bucket_mib: int, repeats: int) -> dict[str, Any]:
     """Measure pushes of the model in `root`/model, and return figures by transport.
 
     Raises:
@@ -43,7 +43,7 @@ def bench_resharding(root: Path, bucket_mb: int, repeats: int) -> dict[str, Any]
 
     sizes = replace(SIZES, tensor=ENGINE_RANKS)
     with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
-        settings = {"url": engine.url, "bucket_mb": bucket_mb, "repeats": repeats}
+        settings = {"url": engine.url, "bucket_mib": bucket_mib, "repeats": repeats}
         (root / "resharding.json").write_text(json.dumps(settings))
         run_ranks("resharding", root, LAYOUT.world_size)
     figures: dict[str, Any] = json.loads((root / "resharding_figures.json").read_text())
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chunks = build_chunks(spec, LAYOUT, DTYPE, initialize=False)
     load_hf(chunks, spec, root / "model")
-    bucket = SyncConfig(bucket_mb=settings["bucket_mb"]).bucket_bytes
+    bucket = SyncConfig(bucket_mib=settings["bucket_mib"]).bucket_bytes
     control = Control(parallel.group("control"))
     figures: dict[str, Any] = {}
     for kind in KINDS:

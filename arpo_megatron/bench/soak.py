@@ -85,7 +85,7 @@ def finished_steps(metrics: Path) -> int:
 
 
 def judge(samples: Samples, warm_up: int) -> dict[str, dict[str, Any]]:
-    """Return for each role its memory in MB before and after, its growth per step, and whether it is flat.
+    """Return for each role its memory in MiB before and after, its growth per step, and whether it is flat.
 
     Args:
         samples: resident bytes by role and step.
@@ -103,8 +103,8 @@ def judge(samples: Samples, warm_up: int) -> dict[str, dict[str, Any]]:
         first, last = steps[:third], steps[-third:]
         before, after = (median(by_step[step] for step in part) for part in (first, last))
         found[role] = {
-            "before_mb": round(before / 2**20, 1),
-            "after_mb": round(after / 2**20, 1),
+            "before_mib": round(before / 2**20, 1),
+            "after_mib": round(after / 2**20, 1),
             "mb_per_step": round((after - before) / 2**20 / (median(last) - median(first)), 3),
             "flat": after - before <= max(NOISE_BYTES, TOLERANCE * before),
         }

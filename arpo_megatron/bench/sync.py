@@ -57,7 +57,7 @@ _TINY_BUCKET_BYTES = 2**20
 def bench_sync(
     megabytes: int,
     tensor: int,
-    bucket_mb: int,
+    bucket_mib: int,
     repeats: int,
     directory: Path | None,
     vocabulary: int = VOCABULARY,
@@ -67,7 +67,7 @@ def bench_sync(
     Args:
         megabytes: least 10^6 bytes of weights.
         tensor: tensor-parallel ranks of the trainer.
-        bucket_mb: `sync.bucket_mb`.
+        bucket_mib: `sync.bucket_mib`.
         repeats: timed rounds, after one warm-up.
         directory: directory for the model and two copies; None for the system's temporary directory.
         vocabulary: size of the vocabulary; each entry has 4 KiB in the embedding.
@@ -87,18 +87,18 @@ def bench_sync(
                 "url": engine.url,
                 "engine_pid": _largest(engine.process.pid),
                 "tensor": tensor,
-                "bucket_mb": bucket_mb,
+                "bucket_mib": bucket_mib,
                 "repeats": repeats,
             }
             (root / "settings.json").write_text(json.dumps(settings))
             run_ranks("sync", root, tensor)
         transports = json.loads((root / "figures.json").read_text())
-        resharding = bench_resharding(root, bucket_mb, repeats)
+        resharding = bench_resharding(root, bucket_mib, repeats)
     network = resharding["network"]
     return {
         "model_bytes": hf_bytes(spec, DTYPE.itemsize),
         "tensor": tensor,
-        "bucket_bytes": bucket_mb * 2**20,
+        "bucket_bytes": bucket_mib * 2**20,
         "share_of_floor": transports["network"]["share_of_floor"],
         "share_of_floor_verified": transports["network"]["share_of_floor_verified"],
         "bytes_over_own_shard": max(each["bytes_over_own_shard"] for each in resharding.values()),
@@ -218,8 +218,8 @@ class Pushes:
 
         self._chunks = chunks
         self._engine_pid: int = settings["engine_pid"]
-        self.bucket_bytes = SyncConfig(bucket_mb=settings["bucket_mb"]).bucket_bytes
-        self.two_buckets_bytes = 2 * settings["bucket_mb"] * 2**20
+        self.bucket_bytes = SyncConfig(bucket_mib=settings["bucket_mib"]).bucket_bytes
+        self.two_buckets_bytes = 2 * settings["bucket_mib"] * 2**20
 
         def sync(bucket_bytes: int) -> WeightSync:
             asked = PushSettings(kind=transport, bucket_bytes=bucket_bytes, verify_every=2, directory=root / "sync")

@@ -70,7 +70,7 @@ def rollout(
 def sync(
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the random model, in 10^6 bytes.")] = 600,
     tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the trainer.")] = 1,
-    bucket_mb: Annotated[int, typer.Option(min=1, help="Value of sync.bucket_mb.")] = 64,
+    bucket_mib: Annotated[int, typer.Option(min=1, help="Value of sync.bucket_mib.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed rounds.")] = 5,
     directory: Annotated[
         Path | None, typer.Option(help="Directory for the model and two copies; default: the temporary directory.")
@@ -83,7 +83,7 @@ def sync(
 
     if not json_only:
         print(f"a model of {megabytes} MB and {repeats + 1} rounds of pushes: a minute or two", file=sys.stderr)
-    _answer("sync", bench_sync(megabytes, tensor, bucket_mb, repeats, directory))
+    _answer("sync", bench_sync(megabytes, tensor, bucket_mib, repeats, directory))
 
 
 @app.command()

@@ -16,7 +16,7 @@ class SandboxConfig:
     """YAML file of the tool service with more tools and settings (docs/guides/tools.md), merged with the keys below."""
     python_timeout_s: PositiveFloat = 10.0
     """Wall time of one python call in seconds."""
-    python_memory_mb: Positive = 512
+    python_memory_mib: Positive = 512
     """Address space of one python call in MiB."""
     search_results: Positive = 3
     """Number of pages that a search returns."""

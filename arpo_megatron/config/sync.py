@@ -20,7 +20,7 @@ class SyncConfig:
     """`ipc`: memory that a trainer rank shares with the engine ranks on its GPU, or on its machine without GPUs.
     `network`: messages to the engine ranks by NCCL, or by gloo without GPUs of their own. `disk`: files, for engines
     without a network to the trainer. `auto`: `ipc` if it reaches every engine rank, else `network`."""
-    bucket_mb: Positive = 256
+    bucket_mib: Positive = 256
     """A process sends or receives at most this many MiB of weights at a time, and holds at most two such buckets."""
     verify_every: NonNegative = 20
     """At an engine's first push and at every n-th, checksums of rows of every tensor are compared, and the probe that
@@ -30,6 +30,6 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of tensors in a bucket: `bucket_mb` minus a push's overhead (docs/guides/engines-and-weights.md)."""
-        whole = self.bucket_mb * 2**20
+        """Bytes of tensors in a bucket: `bucket_mib` minus a push's overhead (docs/guides/engines-and-weights.md)."""
+        whole = self.bucket_mib * 2**20
         return whole - min(12 * 2**20, 3 * whole // 8)

@@ -179,7 +179,7 @@ def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, valu
 
 def _push_buckets(config: JobConfig) -> float:
     """Return the bytes of the two buckets of a weight push that a rank holds (weights/reshard.py)."""
-    return 2 * config.sync.bucket_mb * 2.0**20
+    return 2 * config.sync.bucket_mib * 2.0**20
 
 
 def engine_weights(config: JobConfig, spec: ModelSpec) -> float:

@@ -119,14 +119,14 @@ def _sample(url: str) -> dict[str, object]:
 @pytest.mark.usefixtures("one_rank")
 def test_pushes_and_lent_memory_are_measured_on_a_real_engine(tmp_path: Path) -> None:
     with RandomEngines(tmp_path, "float32", SIZES) as engines:
-        bench = PushBench(engines, TINY, buckets_mb=(1, 64), repeats=1)
+        bench = PushBench(engines, TINY, buckets_mib=(1, 64), repeats=1)
         measurements = push_measurements(bench)
         push, memory = measurements["push float32"](), measurements["memory float32"]()
         bench.close()
     assert push["tensors_verified"] > 0
     assert max(push["first_probe_gap"], push["probe_gap"], memory["probe_gap_after"]) < 1e-4
-    assert push["buckets of 64 MB"]["push_s"][0] > 0
-    assert set(push["buckets of 1 MB"]["of_it_s"]) == {"begin", "load", "commit"}
+    assert push["buckets of 64 MiB"]["push_s"][0] > 0
+    assert set(push["buckets of 1 MiB"]["of_it_s"]) == {"begin", "load", "commit"}
     assert len(memory["release_s"]) == len(memory["resume_s"]) == 1
 
 

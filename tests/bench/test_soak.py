@@ -7,16 +7,16 @@ import pytest
 
 from arpo_megatron.bench.soak import judge, memory_by_role, role_of
 
-MB = 2**20
+MIB = 2**20
 
 
 def test_growing_role_is_not_flat_and_constant_role_is() -> None:
     steps = range(1, 91)
     samples = {
-        "trainer": {step: (800 + 5 * step) * MB for step in steps},
-        "engine": {step: (900 + step % 7) * MB for step in steps},
-        "warm": {step: min(400 + 20 * step, 900) * MB for step in steps},  # all its growth is within the warm-up
-        "cold start": {1: 500 * MB},
+        "trainer": {step: (800 + 5 * step) * MIB for step in steps},
+        "engine": {step: (900 + step % 7) * MIB for step in steps},
+        "warm": {step: min(400 + 20 * step, 900) * MIB for step in steps},  # all its growth is within the warm-up
+        "cold start": {1: 500 * MIB},
     }
     found = judge(samples, warm_up=30)
     assert set(found) == {"trainer", "engine", "warm"}
@@ -26,7 +26,7 @@ def test_growing_role_is_not_flat_and_constant_role_is() -> None:
 
 def test_judging_needs_steps_after_warm_up() -> None:
     with pytest.raises(ValueError, match="use more steps"):
-        judge({"trainer": {1: MB, 2: MB}}, warm_up=1)
+        judge({"trainer": {1: MIB, 2: MIB}}, warm_up=1)
 
 
 def test_role_is_the_module_of_a_process_or_its_name() -> None:
@@ -43,4 +43,4 @@ def test_memory_of_descendants_is_counted_by_role() -> None:
         found = memory_by_role()
         child.communicate(b"")
     assert found["command line"] > 0
-    assert max(size for role, size in found.items() if role != "command line") >= 64 * MB
+    assert max(size for role, size in found.items() if role != "command line") >= 64 * MIB

@@ -7,13 +7,13 @@ import pytest
 
 from arpo_megatron.bench.sync import TRANSPORTS, bench_sync
 
-BUCKET_MB = 64
+BUCKET_MIB = 64
 pytestmark = pytest.mark.slow_campaign
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
-    figures = bench_sync(200, tensor, BUCKET_MB, 1, tmp_path)
+    figures = bench_sync(200, tensor, BUCKET_MIB, 1, tmp_path)
     assert figures["model_bytes"] >= 200e6
     for share in ("share_of_floor", "share_of_floor_verified"):
         assert figures[share] == figures["transports"]["network"][share]
@@ -26,7 +26,7 @@ def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
         assert found["share_of_floor"] == pytest.approx(floor / in_a_run, rel=0.05), name  # all values are rounded
         assert found["share_of_floor_verified"] == pytest.approx(floor / verified, rel=0.05), name
         assert found["probe_gap"] < 1e-4, name
-        assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MB * 2**20)
+        assert found["tensors_verified"] >= figures["model_bytes"] / (BUCKET_MIB * 2**20)
         for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # trainer rank 0, and the engine
             assert found[process] <= found["two_buckets_bytes"], (name, process, found)
     assert not list(tmp_path.iterdir())
@@ -42,9 +42,9 @@ def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
 
 
 def test_embedding_of_four_buckets_needs_two(tmp_path):
-    bucket_mb, vocabulary = 32, 24576
-    found = bench_sync(200, 2, bucket_mb, 1, tmp_path, vocabulary)["transports"]
+    bucket_mib, vocabulary = 32, 24576
+    found = bench_sync(200, 2, bucket_mib, 1, tmp_path, vocabulary)["transports"]
     for name in TRANSPORTS:
         assert found[name]["probe_gap"] < 1e-4, name
-        assert found[name]["peak_extra_bytes"] <= 2 * bucket_mb * 2**20, (name, found[name])
-    assert found["network"]["engine_peak_extra_bytes"] <= 2 * bucket_mb * 2**20
+        assert found[name]["peak_extra_bytes"] <= 2 * bucket_mib * 2**20, (name, found[name])
+    assert found["network"]["engine_peak_extra_bytes"] <= 2 * bucket_mib * 2**20

@@ -22,7 +22,7 @@ FIGURES = (
     *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
 )
 """Figures that every step records about its updates, packs and time."""
-GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mb=1"]
+GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mib=1"]
 
 
 def test_asynchronous_trees_are_drained_before_each_push(warm_run: Path) -> None:

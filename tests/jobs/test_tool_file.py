@@ -34,7 +34,7 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     )
     assert write_tool_config(sandbox, run, CORPUS) == []
     config = load_config(run.sandbox_config)
-    assert (config.limits.cpu_s, config.limits.time_s, config.limits.memory_mb) == (7, 10.0, 512)
+    assert (config.limits.cpu_s, config.limits.time_s, config.limits.memory_mib) == (7, 10.0, 512)
     assert [source.path for source in config.search.sources] == [own / "pages.jsonl", run.path / "corpus.jsonl"]
     assert (config.search.snippet_chars, config.search.max_results) == (5, 3)
     assert config.search.index_path == run.path / "search" / "index"

@@ -57,7 +57,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     (folder / "facts.jsonl").write_text("".join(json.dumps({"text": fact}) + "\n" for fact in FACTS))
     (folder / "cache.json").write_text(json.dumps(REMEMBERED))
     config = {
-        "limits": {"memory_mb": 512, "file_mb": 1, "output_chars": 1000},
+        "limits": {"memory_mib": 512, "file_mib": 1, "output_chars": 1000},
         "log": {"calls": True},
         "workers": 1,
         "search": {

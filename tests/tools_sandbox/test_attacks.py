@@ -30,13 +30,13 @@ HONEST_CALLS = 4
 ON_TIME_S = 20.0
 """Time limit of an honest call, which takes some 10 ms on a quiet machine. It ends a test whose service is stuck."""
 _LIMITS = {
-    "memory_mb": 512,
-    "file_mb": 16,
-    "disk_mb": 32,
+    "memory_mib": 512,
+    "file_mib": 16,
+    "disk_mib": 32,
     "processes": 32,
     "open_files": 64,
     "output_chars": 2000,
-    "output_mb": 4,
+    "output_mib": 4,
     "cpu_s": 2,
 }
 

@@ -200,7 +200,7 @@ def test_slow_parsing_blocks_neither_search_nor_browse(
 
 def test_parser_memory_is_bounded(site: Site, browse: Browse) -> None:
     assert browse(site.url("/links")).status == "ok"
-    config = BrowseConfig(enabled=True, allow_networks=ALLOW, parse_mb=32)
+    config = BrowseConfig(enabled=True, allow_networks=ALLOW, parse_mib=32)
     small = PageParser(config, PythonConfig())
     small.start()
     try:

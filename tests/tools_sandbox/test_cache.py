@@ -200,7 +200,7 @@ def test_negative_results_expire() -> None:
 
 def test_memory_is_bounded_by_bytes() -> None:
     async def run() -> None:
-        cache = AnswerCache(CacheConfig(memory_mb=1))
+        cache = AnswerCache(CacheConfig(memory_mib=1))
 
         async def large() -> tuple[ToolResult, float]:
             return ToolResult("ok", "x" * 300_000), 0.0
@@ -220,7 +220,7 @@ from tools_sandbox.service.cache import AnswerCache
 from tools_sandbox.config import CacheConfig, ConfigError
 
 async def main():
-    cache = AnswerCache(CacheConfig(entries=1, sqlite_path=Path(sys.argv[1]), sqlite_mb=2))
+    cache = AnswerCache(CacheConfig(entries=1, sqlite_path=Path(sys.argv[1]), sqlite_mib=2))
     for key in range(int(sys.argv[2]), 10**9):
         async def execute():
             return ToolResult("ok", f"{key} " * 500), 0.0
@@ -260,7 +260,7 @@ def test_shared_cache_file_survives_kill_and_keeps_size(tmp_path: Path) -> None:
         rows = database.execute("SELECT status, text FROM results").fetchall()
     assert len(rows) > 100
     assert all(status == "ok" and len(set(json.loads(text).split())) == 1 for status, text in rows)
-    assert path.stat().st_size < 3 << 20  # sqlite_mb plus the page that exceeded it
+    assert path.stat().st_size < 3 << 20  # sqlite_mib plus the page that exceeded it
 
     async def read() -> bool:
         cache = AnswerCache(CacheConfig(sqlite_path=path))

@@ -88,7 +88,7 @@ def test_command_line_does_not_reveal_service_folder(walled: tuple[SandboxClient
     _, *arguments = service.zygote().cmdline()  # the interpreter may be in a .venv of this clone
     line = " ".join(arguments)
     assert str(Path(__file__).parents[2]) not in line
-    assert "memory_mb" not in line
+    assert "memory_mib" not in line
     answer = client.call("python", {"code": "open('/proc/self/cmdline').read()"})
     assert answer.text == "\0".join([*service.zygote().cmdline(), ""]) or "PermissionError" in answer.text
 
@@ -269,8 +269,8 @@ def test_existing_group_gets_limits_before_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("smallest", [True, False])
 def test_extreme_limits_let_a_call_run(smallest: bool) -> None:
     size = 1 << 24
-    small = Limits(memory_mb=16, file_mb=1, disk_mb=1, processes=1, open_files=16, cpu_s=1, output_mb=1)
-    large = Limits(memory_mb=size, file_mb=size, disk_mb=size, processes=1 << 20, open_files=1 << 20)
+    small = Limits(memory_mib=16, file_mib=1, disk_mib=1, processes=1, open_files=16, cpu_s=1, output_mib=1)
+    large = Limits(memory_mib=size, file_mib=size, disk_mib=size, processes=1 << 20, open_files=1 << 20)
     with python_pool(small if smallest else large) as run:
         assert run("open('x', 'w').write('a'); 1 + 1").text == "2"
 

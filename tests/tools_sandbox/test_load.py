@@ -147,7 +147,7 @@ def test_mixed_load_is_answered_once_and_rightly(
     config = {
         "search": {"sources": [{"path": str(corpus), "format": "jsonl"}]},
         "browse": {"enabled": True, "allow_networks": [f"{PERMITTED}/32"], "max_bytes": 1_000_000},
-        "limits": {"memory_mb": 512, "disk_mb": 32, "processes": 32, "cpu_s": 5},
+        "limits": {"memory_mib": 512, "disk_mib": 32, "processes": 32, "cpu_s": 5},
         # Small, so that it is full early and later growth is not the cache.
         "cache": {"sqlite_path": str(tmp_path / "answers.db"), "entries": 200},
         "workers": 2,

@@ -86,7 +86,7 @@ def test_configured_limits_bound_requests() -> None:
 
 def test_preloaded_modules_work_and_draw_fresh_numbers(caplog: pytest.LogCaptureFixture) -> None:
     """Test the default preload, which other tests leave out because it takes two seconds."""
-    with python_pool(Limits(memory_mb=512), preload=PythonConfig().preload) as run:
+    with python_pool(Limits(memory_mib=512), preload=PythonConfig().preload) as run:
         loaded = "import sys; [name in sys.modules for name in ('numpy', 'sympy', 'scipy.stats', 'pandas')]"
         assert run(loaded).text == "[True, True, True, True]"
         assert "threads run in the process that calls are forked from" not in caplog.text

@@ -27,7 +27,7 @@ RunCode = Callable[..., ToolAnswer]
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunCode, Any]]:
     folder = tmp_path_factory.mktemp("states")
-    config = {"python": {"session_dir": str(folder)}, "limits": {"state_mb": 4, "memory_mb": 512}}
+    config = {"python": {"session_dir": str(folder)}, "limits": {"state_mib": 4, "memory_mib": 512}}
     with running(config) as service, SandboxClient(service.url) as client:
 
         def run(
@@ -60,7 +60,7 @@ open('note', 'w').write('kept')
 
 
 def test_large_state_does_not_reduce_memory_of_code() -> None:
-    with python_pool(Limits(state_mb=64, memory_mb=256)) as run:
+    with python_pool(Limits(state_mib=64, memory_mib=256)) as run:
         state = io.BytesIO()
         assert run("import os; kept = os.urandom(60 << 20)", keep=state).has_state
         assert len(state.getvalue()) > 60 << 20
@@ -242,16 +242,16 @@ def test_store_removes_no_file_of_others(tmp_path: Path) -> None:
     assert read(store, "t", "s29") == bytes(100_000)
 
 
-def resident_mb(process: psutil.Process, kind: str) -> float:
-    """Return the memory that a process has ("VmRSS"), or the largest that it has had ("VmHWM"), in MB."""
+def resident_mib(process: psutil.Process, kind: str) -> float:
+    """Return the memory that a process has ("VmRSS"), or the largest that it has had ("VmHWM"), in MiB."""
     fields = dict(line.split(":") for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return int(fields[kind].split()[0]) / 1e3
+    return int(fields[kind].split()[0]) / 1024
 
 
 def test_states_are_held_neither_by_service_nor_by_supervisors(
     start_service: Callable[..., Any], tmp_path: Path
 ) -> None:
-    service = start_service({"python": {"session_dir": str(tmp_path)}, "limits": {"state_mb": 64}})
+    service = start_service({"python": {"session_dir": str(tmp_path)}, "limits": {"state_mib": 64}})
     main = psutil.Process(service.process.pid)
     write_and_wait = """
 import os, pickle, struct, time
@@ -264,16 +264,16 @@ os._exit(0)
 """
     with SandboxClient(service.url) as client, ThreadPoolExecutor(1) as pool:
         client.call("python", {"code": "1", "keep": "small"})
-        before_mb, supervisors_mb = resident_mb(main, "VmHWM"), [resident_mb(service.zygote(), "VmRSS")]
+        before_mib, supervisors_mib = resident_mib(main, "VmHWM"), [resident_mib(service.zygote(), "VmRSS")]
         call = pool.submit(client.call, "python", {"code": write_and_wait, "keep": "large"})
         while not call.done():
             for each in service.calls():
                 with suppress(psutil.Error, OSError, KeyError):  # it has ended meanwhile
                     if each.name() == CALL_NAME:
-                        supervisors_mb.append(resident_mb(each, "VmRSS"))
+                        supervisors_mib.append(resident_mib(each, "VmRSS"))
             time.sleep(0.02)
         assert call.result().text == ""
         again = {"code": "len(kept)", "state": "large", "keep": "larger"}
         assert client.call("python", again).text == f"{60 << 20}"
-    assert resident_mb(main, "VmHWM") - before_mb < 16
-    assert max(supervisors_mb) - supervisors_mb[0] < 16
+    assert resident_mib(main, "VmHWM") - before_mib < 16
+    assert max(supervisors_mib) - supervisors_mib[0] < 16

@@ -48,7 +48,7 @@ def service() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def run_code() -> Iterator[RunCode]:
-    with python_pool(Limits(state_mb=1, output_mb=1)) as run:
+    with python_pool(Limits(state_mib=1, output_mib=1)) as run:
         yield run
 
 
@@ -187,7 +187,7 @@ def check_damaged_frames(content: bytes) -> None:
 @given(TEXT, st.binary(max_size=50), st.integers(1, 40), st.data())
 def check_call_messages(text: str, state: bytes, part_bytes: int, data: st.DataObject) -> None:
     """Requests and outcomes of python calls arrive as they were sent, or are known to be incomplete."""
-    request = Request(code=text, time_s=1.5, output_chars=1, output_mb=1)
+    request = Request(code=text, time_s=1.5, output_chars=1, output_mib=1)
     stream = io.BytesIO(sent := request.encode(len(state)) + state)
     head = read_head(lambda size: stream.read(min(size, part_bytes)))
     assert head is not None and head[1] == len(state)

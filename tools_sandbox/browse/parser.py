@@ -32,13 +32,13 @@ class PageParser:
         limits = Limits(
             time_s=seconds,
             cpu_s=seconds,
-            memory_mb=config.parse_mb,
-            file_mb=1,
-            disk_mb=1,
+            memory_mib=config.parse_mib,
+            file_mib=1,
+            disk_mib=1,
             processes=8,
             open_files=64,
             output_chars=_JSON_CHARS_PER_CHAR * config.max_chars + 10_000,
-            output_mb=max(16 * config.max_chars >> 20, 1),
+            output_mib=max(16 * config.max_chars >> 20, 1),
         )
         self._pool = PythonPool(
             PythonConfig(preload=(), isolation=python.isolation, ahead=0),
@@ -78,5 +78,5 @@ class PageParser:
                 return text[:max_chars], chars
             case {"failed": str(reason), "lasting": bool(lasting)}:
                 raise FetchFailed(reason, lasting=lasting)
-        reason = f"{page.url} cannot be parsed, at least not within {self._config.parse_mb} MiB."
+        reason = f"{page.url} cannot be parsed, at least not within {self._config.parse_mib} MiB."
         raise FetchFailed(reason, lasting=True)

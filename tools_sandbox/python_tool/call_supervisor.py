@@ -62,7 +62,7 @@ def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLim
     groups = isolation.groups
     killed_before, cpu_before_s = 0, 0.0
     if groups is not None:
-        groups.open_slot(slot, limits.memory_mb, limits.processes)
+        groups.open_slot(slot, limits.memory_mib, limits.processes)
         killed_before, cpu_before_s = groups.memory_kills(slot), groups.cpu_s(slot) or 0.0
 
     def counted_cpu_s() -> float:
@@ -79,7 +79,7 @@ def supervise(connection: socket.socket, isolation: Isolation, limits: WorkerLim
         if outcome is None:
             return
         if groups is not None and outcome.status == "error" and groups.memory_kills(slot) > killed_before:
-            note = f"The processes of the code used more than {limits.memory_mb} MiB of memory; one or all were ended."
+            note = f"The processes of the code used more than {limits.memory_mib} MiB of memory; one or all were ended."
             outcome = replace(outcome, text=f"{outcome.text}\n{note}")
         with contextlib.suppress(OSError):  # the service has gone
             connection.sendall(outcome.encode())
@@ -103,7 +103,7 @@ def _run_call(
     reads, writes = zip(*(os.pipe() for _ in Ends._fields), strict=True)
     ours, theirs = Ends(*reads)._replace(request=writes[-1]), Ends(*writes)._replace(request=reads[-1])
     preloaded_bytes = watchdog.preloaded_bytes()
-    memory_bytes = None if "memory" in isolation.walls.groups else limits.memory_mb * _MIB
+    memory_bytes = None if "memory" in isolation.walls.groups else limits.memory_mib * _MIB
     pid = os.fork()
     if pid == 0:
         for descriptor in (connection.fileno(), *ours):
@@ -125,12 +125,12 @@ def _run_call(
     # A UTF-8 character has at most four bytes, so this is enough for the characters that are shown.
     limit_bytes = 4 * request.output_chars
     out, err = CapturedStream(limit_bytes, tail=False), CapturedStream(limit_bytes, tail=True)
-    state = StateStream(connection, request.state_mb * _MIB)
+    state = StateStream(connection, request.state_mib * _MIB)
     streams: dict[int, CapturedStream | StateStream] = {ours.out: out, ours.err: err, ours.state: state}
     measured = Watchdog(pid, preloaded_bytes, memory_bytes)
     watched = _Watched(connection, ours.status, streams, measured, counted_cpu_s, limits, deadline)
     try:
-        ended_by = _watch(watched, isolation.walls, request.output_mb)
+        ended_by = _watch(watched, isolation.walls, request.output_mib)
     except (ConnectionError, TimeoutError):  # a part of the state could not be passed on: the service has gone
         ended_by = "cancelled"
     report = os.read(ours.status, _CHUNK).decode() if ended_by == "status" else ""
@@ -165,7 +165,7 @@ def _pass_on(
     os.close(descriptor)
 
 
-def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
+def _watch(watched: _Watched, walls: Walls, output_mib: int) -> str:
     """Read output until something ends the call. Return what did: see `streams.judge`, or "cancelled"."""
     next_look = time.monotonic() + watchdog.PERIOD_S
     with selectors.DefaultSelector() as selector:
@@ -185,17 +185,17 @@ def _watch(watched: _Watched, walls: Walls, output_mb: int) -> str:
                     watched.streams[key.fd].add(chunk)
                 else:
                     selector.unregister(key.fd)
-            if too_much := _excess(watched.streams.values(), output_mb):
+            if too_much := _excess(watched.streams.values(), output_mib):
                 return too_much
     return "deadline"
 
 
-def _excess(streams: Collection[CapturedStream | StateStream], output_mb: int) -> str:
+def _excess(streams: Collection[CapturedStream | StateStream], output_mib: int) -> str:
     """Return "state" or "output" if the call has written too much of it, or ""."""
     if any(each.is_cut for each in streams if isinstance(each, StateStream)):
         return "state"
     output_bytes = sum(each.total_bytes for each in streams if isinstance(each, CapturedStream))
-    return "output" if output_bytes > output_mb * _MIB else ""
+    return "output" if output_bytes > output_mib * _MIB else ""
 
 
 def _broken_bound(watched: _Watched, walls: Walls) -> str:
@@ -204,7 +204,7 @@ def _broken_bound(watched: _Watched, walls: Walls) -> str:
     usage = watched.watchdog.look(limits.processes + _EXTRA_PROCESSES)
     if max(usage.cpu_s, watched.counted_cpu_s()) > limits.cpu_s:
         return "CPU"
-    if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mb * _MIB:
+    if "memory" not in walls.groups and usage.memory_bytes > limits.memory_mib * _MIB:
         return "memory"
     if "pids" not in walls.groups and not walls.counts_processes() and usage.processes > limits.processes:
         return "processes"

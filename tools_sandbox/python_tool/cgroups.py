@@ -18,7 +18,7 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 _PREFIX = "tools_sandbox-"
 _MIB = 1 << 20
-_OVERHEAD_MB = 64
+_OVERHEAD_MIB = 64
 """Memory of the sandbox's own processes of a call, which are in its group too."""
 _OVERHEAD_PROCESSES = 4
 
@@ -39,16 +39,16 @@ class Groups:
         """Names of the controllers that the held groups enforce."""
         return tuple(name for name in CONTROLLERS if any(name in held.split() for held in self.folders))
 
-    def open_slot(self, slot: int, memory_mb: int, processes: int) -> None:
+    def open_slot(self, slot: int, memory_mib: int, processes: int) -> None:
         """Create the groups of a slot if needed and set their limits. Raises OSError for limits the kernel rejects."""
         for held, folder in self.folders.items():
             with suppress(FileExistsError):
                 os.mkdir(str(slot), dir_fd=folder)
             # Every time, since the creator of a group may have failed or been killed before it set the limits.
-            self._limit(held, folder, slot, memory_mb + _OVERHEAD_MB, processes + _OVERHEAD_PROCESSES)
+            self._limit(held, folder, slot, memory_mib + _OVERHEAD_MIB, processes + _OVERHEAD_PROCESSES)
 
-    def _limit(self, held: str, folder: int, slot: int, memory_mb: int, processes: int) -> None:
-        memory = str(memory_mb * _MIB)
+    def _limit(self, held: str, folder: int, slot: int, memory_mib: int, processes: int) -> None:
+        memory = str(memory_mib * _MIB)
         if "memory" in held and self.version == 1:
             _write(folder, f"{slot}/memory.limit_in_bytes", memory)
             with suppress(OSError):  # a kernel without swap accounting

@@ -91,11 +91,11 @@ def _show(root: Path, path: Path) -> None:
     linux.bind(str(path), str(target))
 
 
-def enter_call(disk_mb: int) -> None:
+def enter_call(disk_mib: int) -> None:
     """Mount /tmp, with the working directory, and /proc in a call's mount namespace. /proc shows only its processes."""
     below = [path for path in python_paths() if path.is_relative_to(_TMP)]
     kept = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in below]
-    linux.mount("tmpfs", _TMP, linux.MS_NOSUID | linux.MS_NODEV, f"size={disk_mb}m,nr_inodes=16384,mode=0777")
+    linux.mount("tmpfs", _TMP, linux.MS_NOSUID | linux.MS_NODEV, f"size={disk_mib}m,nr_inodes=16384,mode=0777")
     for path, descriptor in kept:
         path.mkdir(parents=True)
         linux.bind(f"/proc/self/fd/{descriptor}", str(path))

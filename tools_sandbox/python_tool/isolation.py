@@ -25,7 +25,7 @@ from tools_sandbox.utils import linux
 _UID_BASE = 0x7000_0000
 """No common numbering uses ids from here on. The user id of a call is this base plus the pid of its supervisor."""
 _MIB = 1 << 20
-_MEMORY_RESERVE_MB = 64
+_MEMORY_RESERVE_MIB = 64
 _OWN_PROCESSES = 3
 """Supervisor, the measurement of its watchdog, and init, which also count for the call's user."""
 _PENDING_SIGNALS = 128
@@ -125,7 +125,7 @@ def enter_init(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
     linux.make_dumpable(False)
     if isolation.walls.files:
         linux.unshare(linux.CLONE_NEWNS)
-        files.enter_call(limits.disk_mb)
+        files.enter_call(limits.disk_mib)
     else:
         os.chdir(folder)
 
@@ -143,7 +143,7 @@ def enter_worker(isolation: Isolation, limits: WorkerLimits, uid: int) -> int:
     os.setsid()
     others = 0 if walls.counts_processes() else _tasks_of_machine() + _OTHER_CALLS * limits.processes
     _limit(resource.RLIMIT_NPROC, limits.processes + _OWN_PROCESSES + others)
-    _limit(resource.RLIMIT_FSIZE, limits.file_mb * _MIB)
+    _limit(resource.RLIMIT_FSIZE, limits.file_mib * _MIB)
     for kind in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO):
         _limit(kind, 0)
     _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
@@ -176,7 +176,7 @@ def bound_memory(limits: WorkerLimits, held_bytes: int) -> None:
     held_bytes: size of the preloaded modules and of a session's state.
     """
     # The reserve up to the hard limit lets a MemoryError still be reported.
-    _limit(resource.RLIMIT_AS, held_bytes + limits.memory_mb * _MIB, reserve=_MEMORY_RESERVE_MB * _MIB)
+    _limit(resource.RLIMIT_AS, held_bytes + limits.memory_mib * _MIB, reserve=_MEMORY_RESERVE_MIB * _MIB)
 
 
 def release_memory_reserve() -> None:
@@ -297,7 +297,7 @@ def _filter(program: bytes) -> None:
 def _try_call(isolation: Isolation, limits: WorkerLimits, folder: str) -> None:
     """Try all steps of a call. Raises OSError if one of them fails."""
     if isolation.groups is not None:
-        isolation.groups.open_slot(_TRIAL_SLOT, limits.memory_mb, limits.processes)
+        isolation.groups.open_slot(_TRIAL_SLOT, limits.memory_mib, limits.processes)
     uid = enter_supervisor(isolation, _TRIAL_SLOT)
 
     def init() -> None:

@@ -85,7 +85,7 @@ class PythonPool:
         self._config, self._own_modules = config, list(own_modules)
         self._limits = limits
         self._worker_limits = WorkerLimits(
-            limits.cpu_s, limits.memory_mb, limits.file_mb, limits.disk_mb, limits.processes, limits.open_files
+            limits.cpu_s, limits.memory_mib, limits.file_mib, limits.disk_mib, limits.processes, limits.open_files
         )
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -181,8 +181,8 @@ class PythonPool:
             code=code,
             time_s=min(timeout_s, limits.time_s),
             output_chars=limits.output_chars,
-            output_mb=limits.output_mb,
-            state_mb=0 if keep is None else limits.state_mb,
+            output_mib=limits.output_mib,
+            state_mib=0 if keep is None else limits.state_mib,
         )
         try:
             return await self._attempt(request, self._take_ready() or await self._new_call(), state, keep)

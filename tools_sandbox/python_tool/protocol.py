@@ -35,9 +35,9 @@ class Request:
     """Wall-clock limit in seconds."""
     output_chars: int
     """Longest answer in characters."""
-    output_mb: int
+    output_mib: int
     """Largest output in MiB. A call that writes more is ended."""
-    state_mb: int = 0
+    state_mib: int = 0
     """Largest state to return in MiB; 0: return no state."""
 
     def encode(self, state_bytes: int) -> bytes:

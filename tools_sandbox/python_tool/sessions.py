@@ -44,10 +44,10 @@ class SessionStore:
     folder: `PythonConfig.session_dir`. The states are in a folder of their own inside it.
     """
 
-    def __init__(self, folder: Path, limit_mb: int) -> None:
+    def __init__(self, folder: Path, limit_mib: int) -> None:
         """Raises ConfigError if the folder cannot be used."""
         self._folder = folder = folder / _FOLDER
-        self._limit_bytes = limit_mb << 20
+        self._limit_bytes = limit_mib << 20
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):

@@ -47,7 +47,7 @@ class _Unpickler(pickle.Unpickler):
         return self._names
 
 
-def save_state(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
+def save_state(names: dict[str, Any], descriptor: int, limit_mib: int) -> None:
     """Write the state to a descriptor, or nothing if it is too large. Report on stdout what cannot be kept.
 
     Names that can be pickled but not unpickled (an exception whose `__init__` takes more arguments) are left out too,
@@ -64,10 +64,10 @@ def save_state(names: dict[str, Any], descriptor: int, limit_mb: int) -> None:
     if content is None:
         print("[state not kept: its names could not be read again]")
         return
-    files = _pack_files(limit_mb * _MIB)
+    files = _pack_files(limit_mib * _MIB)
     size = HEADER.size + len(content) + len(files)
-    if size > limit_mb * _MIB:
-        print(f"[state not kept: it has {size} bytes, at most {limit_mb} MiB are kept]")
+    if size > limit_mib * _MIB:
+        print(f"[state not kept: it has {size} bytes, at most {limit_mib} MiB are kept]")
         return
     for part in (HEADER.pack(_MARK, len(content), len(files)), content, files):
         rest = memoryview(part)

@@ -94,10 +94,10 @@ def judge(
         "CPU": f"the code used more than {limits.cpu_s} s of CPU time",
     }
     too_much = {
-        "output": f"the code wrote more than {request.output_mb} MiB of output",
-        "state": f"the code wrote more than {request.state_mb} MiB to the descriptor of the session's state",
+        "output": f"the code wrote more than {request.output_mib} MiB of output",
+        "state": f"the code wrote more than {request.state_mib} MiB to the descriptor of the session's state",
         "processes": f"the code had more than {limits.processes} processes",
-        "memory": f"the processes of the code used more than {limits.memory_mb} MiB of memory",
+        "memory": f"the processes of the code used more than {limits.memory_mib} MiB of memory",
     }
     if ended_by in too_much:
         return _ended("error", f"Ended: {too_much[ended_by]}.", out.text(shown))

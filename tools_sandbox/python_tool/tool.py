@@ -45,7 +45,7 @@ class PythonTool(Tool):
         folder = config.python.session_dir
         if folder is not None and config.python.cache:
             raise ConfigError("python.cache and python.session_dir exclude each other: a cached answer keeps no state")
-        self._sessions = None if folder is None else SessionStore(folder, config.python.sessions_mb)
+        self._sessions = None if folder is None else SessionStore(folder, config.python.sessions_mib)
         self._wanted = config.python.isolation
         self._pool = PythonPool(config.python, config.limits)
 

@@ -110,8 +110,8 @@ class WorkerLimits:
     """Resource limits of a worker; see `tools_sandbox.config.Limits`."""
 
     cpu_s: int
-    memory_mb: int
-    file_mb: int
-    disk_mb: int
+    memory_mib: int
+    file_mib: int
+    disk_mib: int
     processes: int
     open_files: int

@@ -109,14 +109,14 @@ def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends
         request, state = Request.decode(head), read_exactly(_read_request, state_bytes)
         os.close(_REQUEST_DESCRIPTOR)
         bound_memory(limits, preloaded_bytes + state_bytes)
-        if not request.state_mb:
+        if not request.state_mib:
             os.close(_STATE_DESCRIPTOR)
         code = _run(request.code, state, limits, main)
         # A full pipe or a closed stdout is the code's own doing, so errors here are its result.
         sys.stdout.flush()
         sys.stderr.flush()
-        if request.state_mb and os.getpid() == worker:  # a process that the code has forked may also get here
-            save_state(vars(main), _STATE_DESCRIPTOR, request.state_mb)
+        if request.state_mib and os.getpid() == worker:  # a process that the code has forked may also get here
+            save_state(vars(main), _STATE_DESCRIPTOR, request.state_mib)
             sys.stdout.flush()
     finally:
         os._exit(code)
@@ -181,7 +181,7 @@ def _run(code: str, state: bytearray, limits: WorkerLimits, main: types.ModuleTy
         sys.stdout.flush()
         print(_trimmed_traceback(error), end="", file=sys.stderr)
         if isinstance(error, MemoryError):
-            print(f"(The memory limit is {limits.memory_mb} MiB.)", file=sys.stderr)
+            print(f"(The memory limit is {limits.memory_mib} MiB.)", file=sys.stderr)
     return 1
 
 

@@ -74,8 +74,8 @@ class AnswerFile:
     Several services on one machine may share a file. A kill -9 loses at most the write in progress.
     """
 
-    def __init__(self, path: Path, entries: int, megabytes: int) -> None:
-        self._entries, self._pages = entries, megabytes * _MIB // _PAGE_BYTES
+    def __init__(self, path: Path, entries: int, limit_mib: int) -> None:
+        self._entries, self._pages = entries, limit_mib * _MIB // _PAGE_BYTES
         self._thread = ThreadPoolExecutor(1, "answer-file")
         try:
             self._database = self._thread.submit(self._open, path).result()
@@ -151,14 +151,14 @@ class AnswerCache:
     """Results by key. "ok" results are kept for good, negative ones for `negative_s`, other failures never."""
 
     def __init__(self, config: CacheConfig) -> None:
-        self._entries, self._bytes_allowed = config.entries, config.memory_mb * _MIB
+        self._entries, self._bytes_allowed = config.entries, config.memory_mib * _MIB
         self._negative_s = config.negative_s
         self._bytes = 0
         self._memory: OrderedDict[str, _Entry] = OrderedDict()
         self._file = (
             None
             if config.sqlite_path is None
-            else AnswerFile(config.sqlite_path, config.sqlite_entries, config.sqlite_mb)
+            else AnswerFile(config.sqlite_path, config.sqlite_entries, config.sqlite_mib)
         )
         self._flights: SingleFlight[ToolAnswer] = SingleFlight()
         self.counts = CacheCounts()

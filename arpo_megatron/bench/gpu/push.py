@@ -34,7 +34,7 @@ from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, TIMEOUT_S, PushSetting
 PUSH_GOAL = 0.6
 ENGINE = EngineConfig(max_running_requests=64, max_total_tokens=100_000)
 """Sizes as in a job whose engine shares the trainer's GPU."""
-BUCKETS_MB = (SyncConfig().bucket_mb, 1024, 4096)
+BUCKETS_MIB = (SyncConfig().bucket_mib, 1024, 4096)
 Quantization = Literal["none", "fp8"]
 
 
@@ -142,8 +142,8 @@ class PushBench:
     engines: RandomEngines
     """Source of the models' directories, the engines' sizes and logs."""
     spec: ModelSpec = KNOWN_MODELS["Qwen/Qwen3-4B"]
-    buckets_mb: tuple[int, ...] = BUCKETS_MB
-    """Values of `sync.bucket_mb`, the default first."""
+    buckets_mib: tuple[int, ...] = BUCKETS_MIB
+    """Values of `sync.bucket_mib`, the default first."""
     repeats: int = 5
     """Pushes of each size, and rounds of lending memory."""
     _pair: Pair | None = None
@@ -188,7 +188,7 @@ class PushBench:
         copied = copies_per_s()
         pair = self.pair(quantization)
         # The first push is verified with checksums.
-        first = pair.push(_bytes(self.buckets_mb[0]), probe=True)
+        first = pair.push(_bytes(self.buckets_mib[0]), probe=True)
         figures: Figures = {
             "engine_startup_s": round(pair.engine.startup_s, 1),
             "gb": round(first.bytes / 1e9, 3),
@@ -198,32 +198,32 @@ class PushBench:
             "first_probe_gap": first.gap,
             "tensors_verified": first.verified,
         }
-        for size in self.buckets_mb:
+        for size in self.buckets_mib:
             pair.push(_bytes(size))  # allocates the buffers
             pushes = [pair.push(_bytes(size)) for _ in range(self.repeats)]
             push_s = median(push.s for push in pushes)
             middle = min(pushes, key=lambda push: abs(push.s - push_s))
-            figures[f"buckets of {size} MB"] = {
+            figures[f"buckets of {size} MiB"] = {
                 "push_s": [round(push.s, 4) for push in pushes],
                 "gb_per_s": round(first.bytes / push_s / 1e9, 2),
                 "share_of_copy": round(first.bytes / copied / push_s, 4),
                 "share_of_two_copies": round(2 * first.bytes / copied / push_s, 4),
                 "of_it_s": {kind: round(seconds, 4) for kind, seconds in middle.seconds.items()},
             }
-        last = pair.push(_bytes(self.buckets_mb[0]), probe=True)
+        last = pair.push(_bytes(self.buckets_mib[0]), probe=True)
         return {**figures, "probe_gap": last.gap}
 
     def measure_memory(self, quantization: Quantization) -> Figures:
         """Measure lending the engine's memory, taking it back, and the push that must follow."""
         pair = self.pair(quantization)
-        pair.push(_bytes(self.buckets_mb[0]))
+        pair.push(_bytes(self.buckets_mib[0]))
         release_s, resume_s, freed, pushes = [], [], [], []
         for _ in range(self.repeats):
             before = used_bytes()
             release_s.append(_seconds(pair.admin.release_memory))
             freed.append(before - used_bytes())
             resume_s.append(_seconds(pair.admin.resume_memory))
-            pushes.append(pair.push(_bytes(self.buckets_mb[0]), probe=True))  # restores the weights
+            pushes.append(pair.push(_bytes(self.buckets_mib[0]), probe=True))  # restores the weights
         return {
             "release_s": [round(seconds, 4) for seconds in release_s],
             "resume_s": [round(seconds, 4) for seconds in resume_s],
@@ -249,5 +249,5 @@ def _seconds(work: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def _bytes(bucket_mb: int) -> int:
-    return SyncConfig(bucket_mb=bucket_mb).bucket_bytes
+def _bytes(bucket_mib: int) -> int:
+    return SyncConfig(bucket_mib=bucket_mib).bucket_bytes
