@@ -106,7 +106,7 @@ def sft(name: str = "sft", hub_id: str = "to be named") -> JobConfig:
         sft=SftConfig(
             steps=3 * 54000 // 16,
             data=Path("final_5w4_still.jsonl"),
-            held_out=0.01,
+            held_out_share=0.01,
             batch=16,
             optimizer=OptimizerConfig(
                 lr=7e-6, schedule="cosine", min_lr_ratio=0.0, warmup_fraction=0.1, weight_decay=0.0, beta2=0.999

@@ -1,7 +1,7 @@
 """Memory of every process of a job, step by step: a process that grows without end ends a long run.
 
-Roles are the programs of the job: all processes of one program count together, because pools of workers replace theirs.
-A role is flat if its memory in the last third of the steps after warm-up exceeds that in the first third by no more
+All processes of one program of the job count together, because pools of workers replace theirs.
+A program is flat if its memory in the last third of the steps after warm-up exceeds that in the first third by no more
 than `TOLERANCE` and `NOISE_BYTES`. Each third is represented by the median of its steps' peaks.
 """
 
@@ -28,7 +28,7 @@ INTERVAL_S = 1.0
 """Seconds between two samples. Processes that live shorter may be missed."""
 
 Samples = dict[str, dict[int, int]]
-"""Resident bytes by role and step, the peak of each step."""
+"""Resident bytes by program and step, the peak of each step."""
 
 
 @dataclass(slots=True)
@@ -56,24 +56,24 @@ class MemoryWatch:
             step = finished_steps(self.metrics)
             if not step:
                 continue  # the cold start and the start-up of services are not part of the loop
-            for role, size in memory_by_role().items():
-                self.samples[role][step] = max(size, self.samples[role].get(step, 0))
+            for program, size in memory_by_program().items():
+                self.samples[program][step] = max(size, self.samples[program].get(step, 0))
 
 
-def memory_by_role() -> dict[str, int]:
-    """Return the resident bytes of this process and its descendants, summed by role."""
+def memory_by_program() -> dict[str, int]:
+    """Return the resident bytes of this process and its descendants, summed by program."""
     found: dict[str, int] = defaultdict(int)
     me = psutil.Process()
     found["command line"] = me.memory_info().rss
     for process in me.children(recursive=True):
         try:
-            found[role_of(process.cmdline(), process.name())] += process.memory_info().rss
+            found[program_of(process.cmdline(), process.name())] += process.memory_info().rss
         except psutil.Error:  # it has ended meanwhile
             continue
     return dict(found)
 
 
-def role_of(command: list[str], name: str) -> str:
+def program_of(command: list[str], name: str) -> str:
     """Return the program of a process: its `-m` module, or else the name that it has given itself."""
     modules = [after for word, after in pairwise(command) if word == "-m"]
     return modules[0] if modules else name
@@ -85,27 +85,27 @@ def finished_steps(metrics: Path) -> int:
 
 
 def judge(samples: Samples, warm_up: int) -> dict[str, dict[str, Any]]:
-    """Return for each role its memory in MiB before and after, its growth per step, and whether it is flat.
+    """Return for each program its memory in MiB before and after, its growth per step, and whether it is flat.
 
     Args:
-        samples: resident bytes by role and step.
+        samples: resident bytes by program and step.
         warm_up: steps that are left out.
 
     Raises:
-        ValueError: no role was seen in three steps after warm-up.
+        ValueError: no program was seen in three steps after warm-up.
     """
     found = {}
-    for role, by_step in samples.items():
+    for program, by_step in samples.items():
         steps = sorted(step for step in by_step if step > warm_up)
         if len(steps) < 3:  # not a process of the loop
             continue
         third = len(steps) // 3
         first, last = steps[:third], steps[-third:]
         before, after = (median(by_step[step] for step in part) for part in (first, last))
-        found[role] = {
+        found[program] = {
             "before_mib": round(before / 2**20, 1),
             "after_mib": round(after / 2**20, 1),
-            "mb_per_step": round((after - before) / 2**20 / (median(last) - median(first)), 3),
+            "mib_per_step": round((after - before) / 2**20 / (median(last) - median(first)), 3),
             "flat": after - before <= max(NOISE_BYTES, TOLERANCE * before),
         }
     if not found:
@@ -125,12 +125,12 @@ def bench_soak(config: JobConfig, warm_up: int) -> dict[str, Any]:
         run_job(replace(config, run_dir=run.path), resume=False)
     series = run.path / "memory.json"
     series.write_text(json.dumps(watch.samples))
-    roles = judge(watch.samples, warm_up)
+    programs = judge(watch.samples, warm_up)
     return {
-        "flat": all(row["flat"] for row in roles.values()),
+        "flat": all(row["flat"] for row in programs.values()),
         "steps": config.train.steps,
         "warm_up": warm_up,
-        "roles": roles,
+        "programs": programs,
         "run_dir": str(run.path),
         "series": str(series),
     }

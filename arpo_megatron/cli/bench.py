@@ -161,9 +161,9 @@ def soak(
 
     results = bench_soak(resolve.resolve(recipe, overrides=[*(overrides or ()), f"train.steps={steps}"]), skipped)
     if not json_only:
-        for role, row in results["roles"].items():
+        for program, row in results["programs"].items():
             figures = "  ".join(f"{key} {value}" for key, value in row.items())
-            print(f"{role:40s} {figures}", file=sys.stderr)
+            print(f"{program:40s} {figures}", file=sys.stderr)
     _answer("soak", results)
     if not results["flat"]:
         raise typer.Exit(1)

@@ -46,7 +46,7 @@ def status(
 @app.command(rich_help_panel=Panel.LOOK)
 def logs(
     run: RunName,
-    role: Annotated[
+    service: Annotated[
         str | None,
         typer.Option(
             help="Process of the job: train, sft, engine-0, sandbox, ...; on a cluster also job (its supervisor, the "
@@ -61,14 +61,14 @@ def logs(
     from arpo_megatron.cluster import runs
     from arpo_megatron.cluster.ssh import run_on_login_node
 
-    run_on_login_node(cluster, "logs", run, role=role, follow=follow, lines=lines)
+    run_on_login_node(cluster, "logs", run, service=service, follow=follow, lines=lines)
     local = _local(run)
     if local is None:
-        runs.print_log(runs.find_run(run, cluster), role or "job", lines=lines, follow=follow)
-    elif role is None:
+        runs.print_log(runs.find_run(run, cluster), service or "job", lines=lines, follow=follow)
+    elif service is None:
         _print_events(local, lines, follow=follow)
     else:
-        runs.print_log(local, role, lines=lines, follow=follow, ended=lambda: not _is_running(local))
+        runs.print_log(local, service, lines=lines, follow=follow, ended=lambda: not _is_running(local))
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -168,7 +168,7 @@ def _success(page: Mapping[str, Any]) -> str:
 
 
 def _print_status(run: RunDirectory) -> None:
-    from arpo_megatron.view.run_page import roles
+    from arpo_megatron.view.run_page import services
 
     page = _page(run)
     left = page["eta_s"]
@@ -176,9 +176,9 @@ def _print_status(run: RunDirectory) -> None:
     print(f"{run.path}: {page['state']}{phase}, step {page['step']} of {page['steps']}", end="")
     print(f", {duration(left)} left" if left else "")
     print(f"  {page['recipe']}, {page['method']}, seed {page['seed']}; held-out success {_success(page)}")
-    for role in roles(run):
-        state = "up" if role["up"] else "down" if role["last_error"] else "starting"
-        print(f"  {role['name']} {state} for {duration(role['seconds'])}, {role['restarts']} restarts")
+    for service in services(run):
+        state = "up" if service["up"] else "down" if service["last_error"] else "starting"
+        print(f"  {service['name']} {state} for {duration(service['seconds'])}, {service['restarts']} restarts")
     for event in page["events"][-_EVENTS:]:
         print(f"  {_clock(event['time'])} {printable(event['text'])}")
     for advice in page["advice"]:

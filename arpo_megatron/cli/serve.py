@@ -41,7 +41,7 @@ def serve(
     """Serve a trained agent with OpenAI's chat protocol: it calls its tools by itself and streams what it writes.
 
     Prints the address when it answers. The token is read from ARPO_SERVE_TOKEN, or made and printed. A Slurm job
-    listens on its node's address, asks for a token, and writes both to its log (`arpo logs RUN --role serve`).
+    listens on its node's address, asks for a token, and writes both to its log (`arpo logs RUN --service serve`).
     """
     if cluster is not None:
         given = {"step": step, "port": port, "plain": plain, "concurrency": concurrency}

@@ -66,15 +66,17 @@ class SlurmBackend:
     free_ports: dict[str, list[int]] = field(default_factory=dict)
     """Free TCP ports by node name; the preflight checks set them."""
 
-    def host(self, role: str) -> str:
+    def host(self, service: str) -> str:
         """Return the address of the process's node."""
-        return self._node(role).address
+        return self._node(service).address
 
-    def ports(self, role: str, count: int) -> list[int]:
+    def ports(self, service: str, count: int) -> list[int]:
         """Take `count` of the free ports of the process's node. Raises UserError if too few are left."""
-        free = self.free_ports[self._node(role).name]
+        free = self.free_ports[self._node(service).name]
         if len(free) < count:
-            raise UserError(f"no TCP port is left for {role} on {self._node(role).name}: widen `ports` in the profile")
+            raise UserError(
+                f"no TCP port is left for {service} on {self._node(service).name}: widen `ports` in the profile"
+            )
         taken, free[:] = free[:count], free[count:]
         return taken
 
@@ -82,11 +84,11 @@ class SlurmBackend:
         """Return the placement of an engine on its node."""
         return self.layout.placement(engine)
 
-    def place(self, role: str, program: ServiceSpec) -> ServiceSpec:
+    def place(self, service: str, program: ServiceSpec) -> ServiceSpec:
         """Return the service as a step on its node."""
         return replace(
             program,
-            command=self.step(program.name, [self._node(role)], 1, self.python(program.command), task=SERVICE),
+            command=self.step(program.name, [self._node(service)], 1, self.python(program.command), task=SERVICE),
             # Slurm ends the step when the supervisor ends. The launcher's process id means nothing on another node.
             environment={**_without_slurm(program.environment), LAUNCHER_PID_VARIABLE: "0"},
             grace_s=GRACE_S,
@@ -217,8 +219,8 @@ class SlurmBackend:
             "--no-container-mount-home",
         ]
 
-    def _node(self, role: str) -> Node:
-        return self.nodes[self.layout.place(int(role[len("engine-") :]))[0] if role.startswith("engine-") else 0]
+    def _node(self, service: str) -> Node:
+        return self.nodes[self.layout.place(int(service[len("engine-") :]))[0] if service.startswith("engine-") else 0]
 
 
 def _scratch_of(job_id: str) -> Path:

@@ -151,27 +151,27 @@ def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] in ("note", "restart", "user_error")][-count:]
 
 
-def log_of(run: RunDirectory, role: str) -> Path:
+def log_of(run: RunDirectory, service: str) -> Path:
     """Return the log of a process. `job` is the supervisor, with one log per job and restart: the newest is returned.
 
     Raises:
         UserError: there is no such log; the message lists the existing ones.
     """
-    if not (found := _logs_of(run, role)):
+    if not (found := _logs_of(run, service)):
         known: Iterable[str] = sorted(path.stem for path in run.logs.glob("*.log"))
-        raise UserError(f"{run.path.name} has no log of {role!r} yet; it has: {', '.join(['job', *known])}")
+        raise UserError(f"{run.path.name} has no log of {service!r} yet; it has: {', '.join(['job', *known])}")
     return found[-1]
 
 
-def _logs_of(run: RunDirectory, role: str) -> list[Path]:
+def _logs_of(run: RunDirectory, service: str) -> list[Path]:
     """Return the logs of a process, oldest first."""
-    found = [*run.logs.glob("log-*.out" if role == "job" else "*.log"), *run.logs.glob("*/log-*.out")]
-    # Not in the glob: a role is not a pattern. A job of its own has a folder with the name of its command.
-    wanted = [path for path in found if role == _role_of(run, path)]
+    found = [*run.logs.glob("log-*.out" if service == "job" else "*.log"), *run.logs.glob("*/log-*.out")]
+    # Not in the glob: a name is not a pattern. A job of its own has a folder with the name of its command.
+    wanted = [path for path in found if service == _service_of(run, path)]
     return sorted(wanted, key=lambda path: path.stat().st_mtime)
 
 
-def _role_of(run: RunDirectory, log: Path) -> str:
+def _service_of(run: RunDirectory, log: Path) -> str:
     if log.parent != run.logs:
         return log.parent.name
     return "job" if log.suffix == ".out" else log.stem
@@ -200,30 +200,30 @@ class _EndOfJobs:
 
 
 def print_log(
-    run: RunDirectory, role: str, *, lines: int, follow: bool, ended: Callable[[], bool] | None = None
+    run: RunDirectory, service: str, *, lines: int, follow: bool, ended: Callable[[], bool] | None = None
 ) -> None:
     """Print the last lines of a log. With `follow`, wait for the log, and print new text until the end of the job.
 
     Args:
         run: the run.
-        role: the process.
+        service: its name, or `job`.
         lines: number of last lines to print first.
         follow: print what the process writes from now on, too.
         ended: whether the job has ended; None asks Slurm.
     """
     ended = ended or _EndOfJobs(run).reached
-    while follow and not _logs_of(run, role) and not ended():
+    while follow and not _logs_of(run, service) and not ended():
         time.sleep(_FOLLOW_INTERVAL_S)
-    newest = log_of(run, role)
+    newest = log_of(run, service)
     content = newest.read_bytes()
     text = content.decode(errors="replace").splitlines(keepends=True)
     print("".join(text[-lines:] if lines else []), end="", flush=True)
     path, start = newest if follow else None, len(content)
     while path is not None:
-        path, start = _follow(run, role, path, start, ended), 0
+        path, start = _follow(run, service, path, start, ended), 0
 
 
-def _follow(run: RunDirectory, role: str, path: Path, start: int, ended: Callable[[], bool]) -> Path | None:
+def _follow(run: RunDirectory, service: str, path: Path, start: int, ended: Callable[[], bool]) -> Path | None:
     """Print a log from byte `start` on. Return the log of the next restart, or None after the end of the job."""
     asked = 0.0
     with path.open("rb") as file:
@@ -235,7 +235,7 @@ def _follow(run: RunDirectory, role: str, path: Path, start: int, ended: Callabl
             print(new, end="", flush=True)
             if not new and time.monotonic() - asked > _STATE_INTERVAL_S:
                 reached, asked = ended(), time.monotonic()
-                logs = _logs_of(run, role)  # a restarted supervisor writes a new one
+                logs = _logs_of(run, service)  # a restarted supervisor writes a new one
                 later = logs[logs.index(path) + 1 :]
                 if later or reached:
                     print(file.read().decode(errors="replace"), end="", flush=True)  # written since the last read

@@ -26,7 +26,7 @@ class SftConfig:
     demonstrations of the generated tasks."""
     max_tokens: Positive | None = None
     """A conversation with more tokens is a bad row (`data`); None: model.max_length."""
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    held_out_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the conversations kept for the evaluation loss (`data`)."""
     evaluate_every: Positive = 50
     """Updates between two measurements of that loss; one more follows the last update."""

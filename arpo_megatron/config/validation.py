@@ -153,8 +153,8 @@ def _check_staleness(config: "JobConfig") -> None:
 def _check_sft(config: "JobConfig") -> None:
     sft = config.sft
     if sft.data is None:
-        if sft.held_out:
-            raise ValueError(f"sft.held_out={sft.held_out} needs sft.data=FILE")
+        if sft.held_out_share:
+            raise ValueError(f"sft.held_out_share={sft.held_out_share} needs sft.data=FILE")
         if sft.max_tokens is not None:
             raise ValueError(f"sft.max_tokens={sft.max_tokens} needs sft.data=FILE")
         return

@@ -207,7 +207,7 @@ def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = l
     data = replace(data, notes=[*changed, *write_tool_files(config, run, data)])
     spec = ModelSpec.from_hf(start_model(config, run, "sft"))
     if (conversations := load_conversations(config, tokenizer, spec, log)) is not None:
-        conversations.split(config.sft.held_out, config.seed)  # raises now if nothing is left to train on
+        conversations.split(config.sft.held_out_share, config.seed)  # raises now if nothing is left to train on
         bad = [{"file": str(config.sft.data), **asdict(row)} for row in conversations.bad_rows]
         data = replace(data, bad_rows=[*data.bad_rows, *bad])
     if data.bad_rows:

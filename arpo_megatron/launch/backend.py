@@ -18,18 +18,18 @@ from arpo_megatron.utils.temporary import TemporaryFolder
 
 
 class Backend(Protocol):
-    """The machines of a job. A role is `sandbox`, `rollout`, `router`, or `engine-0`, `engine-1`, ..."""
+    """The machines of a job. A service is named `sandbox`, `rollout`, `router`, or `engine-0`, `engine-1`, ..."""
 
-    def host(self, role: str) -> str:
-        """Return the address on which a role's service listens."""
+    def host(self, service: str) -> str:
+        """Return the address on which a service listens."""
 
-    def ports(self, role: str, count: int) -> list[int]:
-        """Return free TCP ports of the role's machine, different ones at each call."""
+    def ports(self, service: str, count: int) -> list[int]:
+        """Return free TCP ports of the service's machine, different ones at each call."""
 
     def placement(self, config: JobConfig, engine: int) -> Placement:
         """Return where engine number `engine` computes."""
 
-    def place(self, role: str, spec: ServiceSpec) -> ServiceSpec:
+    def place(self, service: str, spec: ServiceSpec) -> ServiceSpec:
         """Return the service as it is started from this machine."""
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
@@ -37,7 +37,7 @@ class Backend(Protocol):
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield a directory for short-lived files, which exists on the machine of each role."""
+        """Yield a directory for short-lived files, which exists on the machine of each service."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class LocalBackend:
 
     _given: set[int] = field(default_factory=set)
 
-    def host(self, role: str) -> str:
-        """Return the loopback address, which all roles of this machine share."""
+    def host(self, service: str) -> str:
+        """Return the loopback address, which all services of this machine share."""
         return "127.0.0.1"
 
-    def ports(self, role: str, count: int) -> list[int]:
+    def ports(self, service: str, count: int) -> list[int]:
         """Return free ports. Raises UserError if there are none."""
         found: list[int] = []
         while len(found) < count:
@@ -63,8 +63,8 @@ class LocalBackend:
         """Place the engine on this machine's GPUs, if it has any."""
         return placement(config).of_engine(engine, config.engine)
 
-    def place(self, role: str, spec: ServiceSpec) -> ServiceSpec:
-        """Return the service unchanged: every role runs on this machine."""
+    def place(self, service: str, spec: ServiceSpec) -> ServiceSpec:
+        """Return the service unchanged: every service runs on this machine."""
         return spec
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:

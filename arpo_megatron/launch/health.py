@@ -67,10 +67,10 @@ def write_health(path: Path, processes: Sequence[ServiceHealth]) -> None:
 def write_scrape_targets(path: Path, processes: Sequence[ServiceHealth]) -> None:
     """Write the engines and the tool service as targets of Prometheus' file_sd. Raises OSError if the disk refuses it.
 
-    The labels are `run` and `role`.
+    The labels are `run` and `service`.
     """
     rows = [
-        {"targets": [urlsplit(each.url).netloc], "labels": {"run": path.parent.name, "role": each.name}}
+        {"targets": [urlsplit(each.url).netloc], "labels": {"run": path.parent.name, "service": each.name}}
         for each in processes
         if each.url and each.name.startswith(_WITH_METRICS)
     ]

@@ -125,24 +125,24 @@ def _sandbox_token() -> str:
 
 
 def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Path, token: str) -> ServiceSpec:
-    config, backend, role = job.config, job.backend, f"engine-{index}"
-    name = "engine" if config.engine.replicas == 1 else role
+    config, backend, service = job.config, job.backend, f"engine-{index}"
+    name = "engine" if config.engine.replicas == 1 else service
     spec = engine_service(
         model,
         sizes,
         dtype=config.model.dtype,
         seed=(config.seed + index) % 2**32,  # SGLang seeds numpy, which takes 32 bits
         log_path=job.run.logs / f"{name}.log",
-        port=backend.ports(role, 1)[0],
+        port=backend.ports(service, 1)[0],
         scratch=scratch,
         placement=backend.placement(config, index),
         name=name,
         expert_routes=uses_expert_routes(config),
         keeps_kv=config.rollout.across_push == "keep_kv",
-        host=backend.host(role),
+        host=backend.host(service),
         token=token,
     )
-    return replace(backend.place(role, spec), held_by=job.run.memory_lent)
+    return replace(backend.place(service, spec), held_by=job.run.memory_lent)
 
 
 def sandbox_service(

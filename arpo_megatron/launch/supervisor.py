@@ -347,7 +347,7 @@ class _Services:
     def _log(self, service: SupervisedProcess, text: str) -> None:
         name = service.spec.name
         with suppress(OSError):  # a full disk must not end what keeps the job alive
-            self._events.emit("restart", role=name, number=len(self._restarted), text=f"{name} {text}")
+            self._events.emit("restart", service=name, number=len(self._restarted), text=f"{name} {text}")
 
 
 def _stop(processes: "Sequence[subprocess.Popen[bytes]]", grace_s: float = GRACE_S) -> None:

@@ -24,9 +24,9 @@ class RolloutCounts:
     tokens_recorded: int = 0
     """Sampled tokens that came from the record of a restored tree."""
     calls_executed: int = 0
-    """Tool calls sent to the tool service."""
+    """Tool calls that the tool service answered, by running them or from its cache."""
     calls_cached: int = 0
-    """Tool calls that the service answered from its cache."""
+    """Those of them that it answered from its cache."""
     calls_invalid: int = 0
     """Tool calls that got an error because they cannot be executed as written: no JSON object, or an unknown tool."""
     calls_at_limit: int = 0

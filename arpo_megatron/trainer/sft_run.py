@@ -65,7 +65,7 @@ class Examples:
             load_conversations(config, tokenizer, spec) if parallel.is_rank_zero() else None
         )
         if read is not None:
-            train, held_out = read.split(sft.held_out, seed)
+            train, held_out = read.split(sft.held_out_share, seed)
             return cls(
                 lambda number: draw_batch(train, sft.batch, seed=seed, update=number),
                 held_out,

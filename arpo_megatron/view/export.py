@@ -40,7 +40,7 @@ def write_html(pages: Pages, path: Path, *, trees: int) -> int:
             address = (name, "trees", str(step), str(row["number"]))
             answers[_key(*address)] = pages.answer(*address)
         answers[_key(name)] = {**page, "path": name, "tree_steps": list(steps), "held_out_tree_steps": []}
-        answers[_key(name, "roles")] = []
+        answers[_key(name, "services")] = []
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     answers[_key()] = {"runs": list(pages.runs), "export": {"made": made, "trees_left_out": left_out}}
     text = single_page(to_json(answers))

@@ -12,7 +12,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.tree_store import read_row
 from arpo_megatron.view.grow import Grower, Growth, grow, with_growths
-from arpo_megatron.view.run_page import roles, run_page
+from arpo_megatron.view.run_page import run_page, services
 from arpo_megatron.view.runs import FileCache
 from arpo_megatron.view.tree_page import decoder, step_trees, task_steps, tree, tree_file
 
@@ -33,7 +33,7 @@ class Pages:
         """Return the JSON value at an address.
 
         Args:
-            address: () for the list of runs; then (RUN,), (RUN, "roles"), (RUN, "trees", STEP),
+            address: () for the list of runs; then (RUN,), (RUN, "services"), (RUN, "trees", STEP),
                 (RUN, "trees", STEP, NUMBER) or (RUN, "task", ID).
 
         Raises:
@@ -46,8 +46,8 @@ class Pages:
         match rest:
             case []:
                 return run_page(run, self.cache, time.time())
-            case ["roles"]:
-                return roles(run)
+            case ["services"]:
+                return services(run)
             case ["trees", step]:
                 return step_trees(run, step, self.cache)
             case ["trees", step, number] if number.isdecimal():

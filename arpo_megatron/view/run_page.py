@@ -74,7 +74,7 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
     }
 
 
-def roles(run: RunDirectory) -> list[Row]:
+def services(run: RunDirectory) -> list[Row]:
     """Return the health of the job's services; [] if none run."""
     try:
         processes = read_health(run)
@@ -188,8 +188,8 @@ def _restarts(events: Sequence[Row]) -> list[Row]:
             step = int(event["step"])
         resumed = event["kind"] == "note" and str(event.get("text", "")).startswith("resumed from ")
         if event["kind"] == "restart" or resumed:
-            role = "job" if resumed else str(event.get("role"))
-            found.append({"time": event["time"], "step": step, "role": role, "text": _text(event)})
+            service = "job" if resumed else str(event.get("service"))
+            found.append({"time": event["time"], "step": step, "service": service, "text": _text(event)})
     return found
 
 

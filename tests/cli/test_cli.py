@@ -54,7 +54,7 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
         (["sft", "reasoning_tiny", "sft.steps=3"], "needs sft.data=FILE"),
         (["sft", "quickstart", "sft.data=x.jsonl"], "sft.data needs model.path=DIR"),
-        (["sft", "quickstart", "sft.held_out=0.1"], "sft.held_out=0.1 needs sft.data=FILE"),
+        (["sft", "quickstart", "sft.held_out_share=0.1"], "sft.held_out_share=0.1 needs sft.data=FILE"),
         (["sft", "quickstart", "sft.max_tokens=9"], "sft.max_tokens=9 needs sft.data=FILE"),
         (["sft", "quickstart", "model.path=m", "sft.data=x.jsonl", "sft.max_tokens=9000"], "exceeds model.max_length"),
         (["train", "quickstart", "sft.steps=0", "sft.data=x.jsonl"], "sft.data is not read with sft.steps=0"),
@@ -151,12 +151,12 @@ def test_local_run_has_status_logs_and_a_place_in_the_list(arpo: Arpo, stored: P
     assert output.splitlines()[-1].split()[0] == "stored"
 
 
-def test_log_of_an_unknown_role_names_the_others(arpo: Arpo, stored: Path) -> None:
+def test_log_of_an_unknown_service_names_the_others(arpo: Arpo, stored: Path) -> None:
     (stored / "logs").mkdir(exist_ok=True)
     (stored / "logs" / "train.log").write_text("one\ntwo\n")
-    _, output, _ = arpo("logs", str(stored), "--role", "train", "--lines", "1")
+    _, output, _ = arpo("logs", str(stored), "--service", "train", "--lines", "1")
     assert output == "two\n"
-    code, _, error = arpo("logs", str(stored), "--role", "trainer")
+    code, _, error = arpo("logs", str(stored), "--service", "trainer")
     assert code == 2 and "it has: job, train" in error
 
 

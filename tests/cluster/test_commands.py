@@ -100,7 +100,7 @@ def test_training_is_followed_by_an_export_and_an_evaluation(box: Onebox) -> Non
     ours, theirs = (job.run / path / "model.safetensors" for path in ("export", "exports/step_1"))
     assert ours.read_bytes() == theirs.read_bytes()
     assert list(job.run.rglob("summary.json"))
-    assert '"benchmarks"' in box.arpo("logs", str(job.run), "--role", "eval")
+    assert '"benchmarks"' in box.arpo("logs", str(job.run), "--service", "eval")
 
 
 @pytest.mark.slurm_campaign

@@ -145,9 +145,9 @@ def test_logs_takes_names_and_no_patterns(tmp_path: Path) -> None:
         (run.logs / name).write_text("")
     assert runs.log_of(run, "train").name == "train.log"
     assert runs.log_of(run, "job").name.startswith("log-7_")
-    for role in ("*", "engine-?", "[t]rain", "../logs/train"):
+    for name in ("*", "engine-?", "[t]rain", "../logs/train"):
         with pytest.raises(UserError, match=r"has no log of .* yet; it has: job, engine-0, train"):
-            runs.log_of(run, role)
+            runs.log_of(run, name)
 
 
 def test_followed_log_survives_a_restart_of_the_controller(

@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, talks: Path) -> Path:
 
 
 def overrides(talks: Path, model: Path, *more: str) -> list[str]:
-    batch = ["sft.held_out=0.1", "sft.batch=16", "sft.optimizer.lr=0.01", "sft.evaluate_every=15"]
+    batch = ["sft.held_out_share=0.1", "sft.batch=16", "sft.optimizer.lr=0.01", "sft.evaluate_every=15"]
     return [f"model.path={model}", f"sft.data={talks}", *batch, *more]
 
 

@@ -20,8 +20,8 @@ def test_services_with_metrics_are_listed(tmp_path: Path) -> None:
     names = ("engine-0", "sandbox", "router", "rollout")
     write_scrape_targets(file, [service(name, f"http://10.0.0.{number}:99") for number, name in enumerate(names)])
     assert json.loads(file.read_text()) == [
-        {"targets": ["10.0.0.0:99"], "labels": {"run": tmp_path.name, "role": "engine-0"}},
-        {"targets": ["10.0.0.1:99"], "labels": {"run": tmp_path.name, "role": "sandbox"}},
+        {"targets": ["10.0.0.0:99"], "labels": {"run": tmp_path.name, "service": "engine-0"}},
+        {"targets": ["10.0.0.1:99"], "labels": {"run": tmp_path.name, "service": "sandbox"}},
     ]
 
 

@@ -64,7 +64,7 @@ def test_run_page_has_what_the_run_recorded(client: TestClient) -> None:
     assert [each["step"] for each in page["evaluations"]] == [1, STEPS]
     assert page["held_out_changes"]["gained"] == ["held-1", "held-2"]
     assert page["held_out_changes"]["lost"] == []
-    assert [(each["role"], each["step"]) for each in page["restarts"]] == [("engine", 2)]
+    assert [(each["service"], each["step"]) for each in page["restarts"]] == [("engine", 2)]
     assert page["tree_steps"] == [1, 2, 3, 4] and page["held_out_tree_steps"] == [1, STEPS]
     assert page["config"]["train.steps"] == STEPS
     assert {each["metric"] for each in page["advice"]} >= {"dropped/failed"}
@@ -179,15 +179,15 @@ def test_page_follows_a_run(tmp_path: Path) -> None:
 def test_services_of_a_running_job_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1, last=False)
     pages = Pages({"run": run})
-    assert pages.answer("run", "roles") == []
+    assert pages.answer("run", "services") == []
     health = ServiceHealth("engine", 7, True, time.time() - 60, 2, HOSTILE, "http://127.0.0.1:1", "logs/engine.log")
     write_health(run.health, [health])
-    (role,) = pages.answer("run", "roles")
-    assert (role["name"], role["up"], role["restarts"], role["last_error"]) == ("engine", True, 2, HOSTILE)
-    assert 60 <= role["seconds"] < 600
+    (service,) = pages.answer("run", "services")
+    assert (service["name"], service["up"], service["restarts"], service["last_error"]) == ("engine", True, 2, HOSTILE)
+    assert 60 <= service["seconds"] < 600
     for foreign in ("{}", "[]", "no JSON", json.dumps({"host": "another", "processes": [{"name": "engine"}]})):
         run.health.write_text(foreign)
-        assert pages.answer("run", "roles") == []
+        assert pages.answer("run", "services") == []
 
 
 def test_run_without_a_step_has_a_page(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ class Conversations:
         """
         count = max(1, round(held_out * len(self.trees))) if held_out else 0
         if count >= len(self.trees):
-            raise UserError(f"sft.held_out={held_out} leaves none of {len(self.trees)} conversations to learn from")
+            raise UserError(
+                f"sft.held_out_share={held_out} leaves none of {len(self.trees)} conversations to learn from"
+            )
         kept = set(random.Random(f"held-out-conversations-{seed}").sample(range(len(self.trees)), count))
         train = [tree for index, tree in enumerate(self.trees) if index not in kept]
         return train, [self.trees[index] for index in sorted(kept)]

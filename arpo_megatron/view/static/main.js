@@ -105,10 +105,10 @@ function rerender() {
 
 async function runContent(at) {
   const shown = shownRuns(at);
-  const roles = exported || now.pages[at.name].state !== "running" ? [] : await load(at.name, "roles");
+  const services = exported || now.pages[at.name].state !== "running" ? [] : await load(at.name, "services");
   const quarter = Math.floor(Date.now() / 15000); // "12 s ago" is drawn again now and then
-  const signature = JSON.stringify([at, now.drawn, quarter, shown.map((name) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]), roles.map((role) => [role.up, role.restarts])]);
-  const draw = () => runPage({ main: at.name, shown, pages: now.pages, roles, axis: at.x ?? "step", link: change, rerender, treesLink });
+  const signature = JSON.stringify([at, now.drawn, quarter, shown.map((name) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]), services.map((one) => [one.up, one.restarts])]);
+  const draw = () => runPage({ main: at.name, shown, pages: now.pages, services, axis: at.x ?? "step", link: change, rerender, treesLink });
   return { signature, draw };
 }
 

@@ -35,7 +35,7 @@ function curve(page, key, kind) {
 
 /**
  * Return the content of the run page.
- * view: {main, shown: [names], pages: {name: page}, roles, axis, link(changes), rerender()}.
+ * view: {main, shown: [names], pages: {name: page}, services, axis, link(changes), rerender()}.
  */
 export function runPage(view) {
   forgetCharts();
@@ -48,7 +48,7 @@ export function runPage(view) {
     curves(view, color),
     phases(page),
     coldStart(page, color(view.main)),
-    services(page, view.roles),
+    serviceTables(page, view.services),
     heldOut(view, page),
     notes(page),
     settings(view),
@@ -162,13 +162,13 @@ function coldStart(page, color) {
   return h("section", {}, h("h2", {}, "Cold start"), h("div", { class: "charts" }, draw("loss", "Loss"), draw("held_out_loss", "Held-out loss"), draw("grad_norm", "Gradient norm")));
 }
 
-function services(page, roles) {
+function serviceTables(page, services) {
   const restarts = page.restarts;
-  if (!roles?.length && !restarts.length) return null;
+  if (!services?.length && !restarts.length) return null;
   return h("section", {}, h("h2", {}, "Services"),
-    roles?.length ? table(["role", "state", "for", "process", "restarts", "last error"], roles.map((one) => [one.name,
+    services?.length ? table(["service", "state", "for", "process", "restarts", "last error"], services.map((one) => [one.name,
       h("span", { class: one.up ? "good" : one.last_error ? "bad" : "quiet" }, one.up ? "up" : one.last_error ? "down" : "starting"), duration(one.seconds), one.pid ?? "–", one.restarts, one.last_error || "–"])) : null,
-    restarts.length ? table(["time", "after step", "role", "restart"], restarts.slice(-50).reverse().map((one) => [clock(one.time), one.step, one.role, one.text])) : null);
+    restarts.length ? table(["time", "after step", "service", "restart"], restarts.slice(-50).reverse().map((one) => [clock(one.time), one.step, one.service, one.text])) : null);
 }
 
 function table(titles, rows) {
