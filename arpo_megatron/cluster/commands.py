@@ -106,7 +106,7 @@ def _run(step: Sequence[str]) -> int:
 
 
 def _one_node(config: JobConfig, profile: ClusterProfile) -> NodeLayout:
-    return NodeLayout(1, profile.gpus_of(config), 1, 1, 0, config.engine.tensor, shared=True)
+    return NodeLayout(1, profile.gpus_of(config), 1, 1, 0, config.engine.tensor, colocated=True)
 
 
 def _address_of_server(words: Sequence[str], node: slurm.Node, profile: ClusterProfile) -> list[str]:

@@ -60,7 +60,7 @@ def measure(profile: ClusterProfile, nodes: int) -> dict[str, float]:
 def command(profile: ClusterProfile, nodes: int, folder: Path) -> list[str]:
     """Return the srun command of a measurement: a task per GPU, or one per node without GPUs."""
     each = profile.gpus_per_node or 1
-    layout = NodeLayout(nodes, profile.gpus_per_node, nodes, each, 0, 1, shared=True)
+    layout = NodeLayout(nodes, profile.gpus_per_node, nodes, each, 0, 1, colocated=True)
     named = {"account": profile.account, "partition": profile.partition, "qos": profile.qos, "mem": profile.mem}
     options = [f"--{name}={value}" for name, value in {**named, **profile.sbatch}.items() if value is not None]
     python = str(profile.python.expanduser()) if profile.python else sys.executable

@@ -318,7 +318,7 @@ def engine_options(engine: EngineConfig, placement: Placement, dtype: str) -> di
         options["attention-backend"] = engine.attention_backend
     elif dtype == "float32":
         options["attention-backend"] = "triton"  # the other backends support half precision only
-    if placement.shared:
+    if placement.colocated:
         options["enable-memory-saver"] = None  # lets the trainer borrow the memory
     if engine.deterministic:
         options["enable-deterministic-inference"] = None

@@ -13,9 +13,9 @@ from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.transformer_engine import INSTALL_EXTENSION, check_emulation, extension_installed
 
-SHARED_MEMORY_FRACTION = 0.3
+COLOCATED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
-OWN_MEMORY_FRACTION = 0.6
+SPLIT_MEMORY_FRACTION = 0.6
 """Share of a GPU's memory for an engine without a trainer rank."""
 BLOCKWISE_CUDA = (12, 9)
 """First version of CUDA whose cuBLAS has products of blockwise FP8."""
@@ -29,14 +29,14 @@ class Placement:
     """Number of the machine's GPUs that the job may use; 0: the job runs on CPUs."""
     engine_gpu: int
     """First GPU of the engine."""
-    shared: bool
+    colocated: bool
     """Whether the engine and trainer ranks take turns on the same devices."""
 
     @classmethod
     def of(cls, config: JobConfig, gpus: int) -> "Placement":
         """Return the placement of the first engine on a machine with `gpus` GPUs."""
-        shared = takes_turns(config, not gpus or gpus >= gpus_for_both(config))
-        return cls(gpus, 0 if shared or not gpus else config.parallel.world_size, shared)
+        colocated = takes_turns(config, not gpus or gpus >= gpus_for_both(config))
+        return cls(gpus, 0 if colocated or not gpus else config.parallel.world_size, colocated)
 
     def of_engine(self, index: int, engine: EngineConfig) -> "Placement":
         """Return the placement of replica `index`, whose GPUs follow those of the replicas before it."""
@@ -46,7 +46,7 @@ class Placement:
         """Return the share of the device's memory for the engine."""
         if engine.memory_fraction is not None:
             return engine.memory_fraction
-        return SHARED_MEMORY_FRACTION if self.shared else OWN_MEMORY_FRACTION
+        return COLOCATED_MEMORY_FRACTION if self.colocated else SPLIT_MEMORY_FRACTION
 
 
 def gpus_for_both(config: JobConfig) -> int:
@@ -59,7 +59,7 @@ def takes_turns(config: JobConfig, enough: bool) -> bool:
     return config.engine.placement == "colocated" or (config.engine.placement == "auto" and not enough)
 
 
-ON_CPU = Placement(gpus=0, engine_gpu=0, shared=False)
+ON_CPU = Placement(gpus=0, engine_gpu=0, colocated=False)
 
 
 @cache
@@ -107,13 +107,13 @@ def check_machine(config: JobConfig) -> None:
             f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, but torch "
             f"finds {gpus}"
         )
-    shared = Placement.of(config, gpus).shared
-    if config.rollout.across_push == "keep_kv" and shared:
+    colocated = Placement.of(config, gpus).colocated
+    if config.rollout.across_push == "keep_kv" and colocated:
         raise UserError(
             "rollout.across_push=keep_kv needs engine.placement=split: engines that share GPUs with the trainer "
             "release the memory of their KV cache"
         )
-    if config.sync.transport == "ipc" and not shared:
+    if config.sync.transport == "ipc" and not colocated:
         raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
     if config.model.transformer_impl == "transformer_engine" and not extension_installed():
         raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")

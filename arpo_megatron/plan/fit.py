@@ -217,7 +217,7 @@ def conflict(text: str) -> Unfit:
 def _engines_impossible(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:
     engine, ranks = config.engine, config.parallel.world_size
     tensor, engines = engine.tensor, engine.tensor * engine.replicas
-    if memory.shared(config) and engines > ranks:
+    if memory.colocated(config) and engines > ranks:
         return conflict(f"colocated engines need more GPUs than there are trainer ranks: {engines} GPUs, {ranks} ranks")
     if tensor > hardware.gpus:
         return conflict(f"engine.tensor={tensor} exceeds the {hardware.gpus} GPUs of a node")

@@ -53,8 +53,8 @@ def value_bytes(config: JobConfig) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
-def shared(config: JobConfig) -> bool:
-    """Return whether engines share the trainer's GPUs. `auto` counts as shared, because that takes fewer GPUs."""
+def colocated(config: JobConfig) -> bool:
+    """Return whether engines share the trainer's GPUs. `auto` counts as colocated, because that takes fewer GPUs."""
     return takes_turns(config, enough=False)
 
 
@@ -70,10 +70,10 @@ def job_memory(config: JobConfig, spec: ModelSpec, hardware: Hardware, largest: 
         return Memory({**training, **common}, {}, {}, _host(config, spec), 0)
     static = {name: size for name, size in training.items() if name in STATIC}
     rollout: Parts = {**static, **common, "push_buckets": _push_buckets(config)}
-    if shared(config):
+    if colocated(config):
         rollout |= engine
         training = {**training, "engine_at_rest": ENGINE_AT_REST}
-    alone = {} if shared(config) else {**engine, "reserve": RESERVE * hardware.memory}
+    alone = {} if colocated(config) else {**engine, "reserve": RESERVE * hardware.memory}
     return Memory({**training, **common}, rollout, alone, _host(config, spec), kv_tokens)
 
 
@@ -201,7 +201,7 @@ def _engine(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> tuple[Par
 
     SGLang's `mem-fraction-static` covers weights and pool; `engine.max_total_tokens` can make the pool smaller.
     """
-    placement = Placement(gpus=hardware.gpus, engine_gpu=0, shared=shared(config))
+    placement = Placement(gpus=hardware.gpus, engine_gpu=0, colocated=colocated(config))
     weights, token = engine_weights(config, spec), kv_bytes(config, spec)
     pool = placement.memory_fraction(config.engine) * hardware.memory - weights
     tokens = max(0, int(pool // token))

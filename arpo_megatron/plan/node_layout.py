@@ -25,7 +25,7 @@ class NodeLayout:
     """Trainer ranks on each of these nodes."""
     engines: int
     engine_gpus: int
-    shared: bool
+    colocated: bool
     """Whether engines and trainer ranks take turns on the same GPUs."""
 
     @property
@@ -37,13 +37,13 @@ class NodeLayout:
     def gpus_used(self) -> int:
         """GPUs in use on all nodes; for a job on CPUs, the number of ranks and engines."""
         ranks, engines = self.trainer_nodes * self.ranks_per_node, self.engines * self.engine_gpus
-        return ranks if self.shared else ranks + engines
+        return ranks if self.colocated else ranks + engines
 
     def place(self, engine: int) -> tuple[int, int]:
         """Return node and first GPU of an engine."""
         if not self.gpus:  # from the last node backwards
             return self.nodes - 1 - engine % self.nodes, 0
-        if self.shared:
+        if self.colocated:
             return engine % self.trainer_nodes, engine // self.trainer_nodes * self.engine_gpus
         if not self.engine_nodes:  # after the ranks of the only node
             return 0, self.ranks_per_node + engine * self.engine_gpus
@@ -52,7 +52,7 @@ class NodeLayout:
 
     def placement(self, engine: int) -> Placement:
         """Return the placement of an engine on its node."""
-        return Placement(self.gpus, self.place(engine)[1], self.shared)
+        return Placement(self.gpus, self.place(engine)[1], self.colocated)
 
     def describe(self) -> list[str]:
         """Return one line per process, with its nodes and GPUs."""
@@ -73,14 +73,14 @@ class NodeLayout:
         ]
         for index in range(self.engines):
             node, gpu = self.place(index)
-            shared = ", shared with the trainer" if self.shared else ""
-            lines.append(f"engine-{index}  node {node}, {gpus(gpu, self.engine_gpus)}{shared}")
+            colocated = ", colocated with the trainer" if self.colocated else ""
+            lines.append(f"engine-{index}  node {node}, {gpus(gpu, self.engine_gpus)}{colocated}")
         return lines
 
 
 def with_placement(config: JobConfig, layout: NodeLayout) -> JobConfig:
     """Return the config with the layout's `engine.placement`, which for `auto` depends on the number of nodes."""
-    return replace(config, engine=replace(config.engine, placement="colocated" if layout.shared else "split"))
+    return replace(config, engine=replace(config.engine, placement="colocated" if layout.colocated else "split"))
 
 
 def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> NodeLayout:
@@ -113,7 +113,7 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
             )
         return replace(alone, engines=engine.replicas)
     _check_count(nodes, split, "split", config, gpus)
-    return NodeLayout(split, gpus, trainer_nodes, per_node, engine.replicas, engine.tensor, shared=False)
+    return NodeLayout(split, gpus, trainer_nodes, per_node, engine.replicas, engine.tensor, colocated=False)
 
 
 def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
@@ -122,7 +122,7 @@ def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
     per_node, nodes = min(ranks, gpus), ceil(ranks / gpus)
     if ranks % per_node:
         raise UserError(f"{ranks} trainer ranks cannot be divided among nodes of {gpus} GPUs: change parallel.*")
-    return NodeLayout(nodes, gpus, nodes, per_node, 0, config.engine.tensor, shared=True)
+    return NodeLayout(nodes, gpus, nodes, per_node, 0, config.engine.tensor, colocated=True)
 
 
 def _on_cpus(config: JobConfig, nodes: int) -> NodeLayout:

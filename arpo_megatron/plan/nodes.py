@@ -15,7 +15,7 @@ from arpo_megatron.jobs.resolve import (
     variant_names,
     with_overrides,
 )
-from arpo_megatron.plan.memory import shared
+from arpo_megatron.plan.memory import colocated
 from arpo_megatron.plan.node_layout import lay_out_nodes
 
 
@@ -58,7 +58,7 @@ def scale_to_nodes(config: JobConfig, nodes: int, gpus_per_node: int, keep: Coll
         return config
     parallel, engine, gpus = config.parallel, config.engine, nodes * gpus_per_node
     ranks = engines = gpus
-    if not shared(config):
+    if not colocated(config):
         unit = 1 if nodes == 1 else gpus_per_node
         now = parallel.world_size + engine.tensor * engine.replicas
         ranks = max(1, parallel.world_size * gpus // (now * unit)) * unit

@@ -66,8 +66,8 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _engines(engine: EngineConfig, shared: bool) -> str:
-    where = "on the trainer's GPUs" if shared else "on separate GPUs"
+def _engines(engine: EngineConfig, colocated: bool) -> str:
+    where = "on the trainer's GPUs" if colocated else "on separate GPUs"
     count = f"{engine.replicas} engines" if engine.replicas > 1 else "1 engine"
     return f"{count} of {engine.tensor} GPU(s), {where}"
 

@@ -26,7 +26,7 @@ from arpo_megatron.plan.fit import (
     plan,
     trees_of_update,
 )
-from arpo_megatron.plan.memory import shared
+from arpo_megatron.plan.memory import colocated
 from arpo_megatron.plan.timing import push_seconds
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -106,12 +106,12 @@ def _distinct(fitting: Sequence[Plan], best: int) -> list[Plan]:
     first: dict[tuple[object, ...], Plan] = {}
     for found in fitting:
         first.setdefault(_partition(found.config), found)
-    several = len({shared(found.config) for found in fitting}) > 1
+    several = len({colocated(found.config) for found in fitting}) > 1
     limit, kept = math.ceil(0.6 * best) if several else best, Counter[bool]()
     chosen: list[Plan] = []
     for found in first.values():
-        if kept[shared(found.config)] < limit and len(chosen) < best:
-            kept[shared(found.config)] += 1
+        if kept[colocated(found.config)] < limit and len(chosen) < best:
+            kept[colocated(found.config)] += 1
             chosen.append(found)
     return chosen
 
@@ -195,7 +195,7 @@ def _dimensions(config: JobConfig) -> int:
 def _partition(config: JobConfig) -> tuple[object, ...]:
     """Return the partition of model and GPUs, whatever its packs, recomputation and engines."""
     p = config.parallel
-    return p.tensor, p.context, p.pipeline, p.data, p.expert, shared(config)
+    return p.tensor, p.context, p.pipeline, p.data, p.expert, colocated(config)
 
 
 def _candidates(
@@ -231,7 +231,7 @@ def _placed(
     if config.sft_only:
         yield config.engine.placement, rollout, config.parallel.world_size, 0
         return
-    total = config.parallel.world_size if shared(config) else gpus_for_both(config)
+    total = config.parallel.world_size if colocated(config) else gpus_for_both(config)
     if "colocated" in placements:
         # Without trees in flight, nothing is stale and nothing continues over a push.
         yield "colocated", replace(rollout, max_staleness=0, stale="wait", across_push="keep"), total, total

@@ -14,10 +14,10 @@ from arpo_megatron.packing.flops import UpdateFlops, forward_flops
 from arpo_megatron.plan.memory import (
     checkpoint_bytes,
     checkpoint_copy,
+    colocated,
     engine_weights,
     kv_bytes,
     offloaded,
-    shared,
     value_bytes,
 )
 from arpo_megatron.plan.parameters import (
@@ -90,7 +90,7 @@ def phase_seconds(
         **_updates(config, spec, hardware, work, trees=tasks, updates=updates),
         "weight_push": push_seconds(config, spec, hardware),
     }
-    if shared(config):
+    if colocated(config):
         phases["memory_lending"] = LENDING_S
     return {**phases, "saves": _saves(config, spec, hardware, step_seconds(config, phases))}
 
@@ -303,7 +303,7 @@ def push_seconds(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> floa
         size = whole_model(spec).total * value_bytes(config)
         return PUSH_OVERHEAD_S + (1 + config.engine.replicas) * size / hardware.filesystem
     busiest = push_traffic(config, spec)
-    if shared(config) and config.sync.transport == "network":
+    if colocated(config) and config.sync.transport == "network":
         return PUSH_OVERHEAD_S + busiest / GLOO_SPEED
     near = push_is_near(config, hardware)
     return PUSH_OVERHEAD_S + busiest / ((hardware.link if near else hardware.network) * LINK_SHARE)
@@ -320,4 +320,4 @@ def push_is_near(config: JobConfig, hardware: Hardware) -> bool:
     parallel = config.parallel
     stage = max(parallel.tensor * parallel.context, parallel.expert)  # ranks next to each other; stages lie far apart
     near = parallel.world_size <= hardware.gpus or (parallel.pipeline == 1 and stage <= hardware.gpus)
-    return near and shared(config)
+    return near and colocated(config)

@@ -156,7 +156,7 @@ class TrainingRun:
         controller = self.controller
         work = None if controller is None else partial(controller.collect, self.step)
         trees = self._with_engines(work) or []
-        if placement(self.config).shared:
+        if placement(self.config).colocated:
             with self.phase("lend"):
                 if controller is not None:
                     controller.lend_memory()

@@ -41,7 +41,7 @@ from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.export import hf_buckets
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.reshard import Round, TrainerShard
-from arpo_megatron.weights.transports import Disk, Exchange, Handover, Network, Transport
+from arpo_megatron.weights.transports import Disk, Exchange, Ipc, Network, Transport
 
 TIMEOUT_S = 120.0
 """Deadline of a request to an engine, in seconds: for joining, an exchange, or running generations."""
@@ -83,7 +83,7 @@ class PushSettings:
     their start or since a failed push."""
     fp8: bool = False
     """The engines hold the weights of their layers' products in FP8, and the trainer quantizes them."""
-    lent: bool = False
+    colocated: bool = False
     """Engines lend their memory to the trainer between pushes."""
     directory: Path = Path("sync")
     """Directory for `disk`."""
@@ -96,7 +96,7 @@ class PushSettings:
             bucket_bytes=config.sync.bucket_bytes,
             verify_every=config.sync.verify_every,
             fp8=config.engine.quantization == "fp8",
-            lent=placement(config).shared,
+            colocated=placement(config).colocated,
             directory=_directory(config.sync.directory, run),
         )
 
@@ -171,7 +171,7 @@ class WeightSync:
         control = self._control
         try:
             control.on_rank_zero(prepare)
-            if self._settings.lent:
+            if self._settings.colocated:
                 self._resume_weights()
             engines = control.on_rank_zero(lambda: self._requests.begin_push(version))
             verify = engines != reached or self._since_verified == self._settings.verify_every
@@ -210,7 +210,7 @@ class WeightSync:
         self._control.on_rank_zero(lambda: self._requests.resume_memory(WEIGHTS))
 
     def _finish(self, version: int, loads: int) -> None:
-        if self._settings.lent:  # after the push, which needs memory for buckets
+        if self._settings.colocated:  # after the push, which needs memory for buckets
             self._requests.resume_memory(*KV_CACHE)
         self._requests.commit_push(version, loads)
 
@@ -248,7 +248,7 @@ class WeightSync:
 
     def _reaching(self, kind: str) -> Transport:
         if kind == "ipc":
-            return Handover(self._control, self._requests, self._local)
+            return Ipc(self._control, self._requests, self._local)
         return Network(self._control, self._requests, self._local, kind)
 
     def _send(self) -> int:

@@ -59,11 +59,11 @@ def test_model_runner_takes_part_in_an_exchange(monkeypatch: pytest.MonkeyPatch)
 def test_engine_environment_has_no_variables_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in trainer_environment("auto").items():
         monkeypatch.setenv(name, value)
-    environment = launch._environment(tmp_path, Placement(1, 0, shared=True), EngineConfig(), "127.0.0.1")
+    environment = launch._environment(tmp_path, Placement(1, 0, colocated=True), EngineConfig(), "127.0.0.1")
     assert int(environment["SGLANG_FORCE_STREAM_INTERVAL"]) > 2**30
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")  # somebody's own choice
     assert "PYTORCH_CUDA_ALLOC_CONF" in launch._environment(
-        tmp_path, Placement(1, 0, shared=True), EngineConfig(), "127.0.0.1"
+        tmp_path, Placement(1, 0, colocated=True), EngineConfig(), "127.0.0.1"
     )

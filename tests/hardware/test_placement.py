@@ -22,11 +22,11 @@ def job(*, ranks: int = 1, engine: int = 1) -> JobConfig:
 @pytest.mark.parametrize(
     ("ranks", "engine", "gpus", "expected"),
     [
-        (1, 1, 0, Placement(0, 0, shared=False)),
-        (1, 1, 1, Placement(1, 0, shared=True)),
-        (1, 1, 2, Placement(2, 1, shared=False)),
-        (4, 4, 8, Placement(8, 4, shared=False)),
-        (8, 2, 8, Placement(8, 0, shared=True)),
+        (1, 1, 0, Placement(0, 0, colocated=False)),
+        (1, 1, 1, Placement(1, 0, colocated=True)),
+        (1, 1, 2, Placement(2, 1, colocated=False)),
+        (4, 4, 8, Placement(8, 4, colocated=False)),
+        (8, 2, 8, Placement(8, 0, colocated=True)),
     ],
 )
 def test_auto_placement_shares_only_if_there_are_too_few_gpus(ranks, engine, gpus, expected) -> None:
@@ -37,14 +37,14 @@ def test_engine_replicas_take_consecutive_gpus() -> None:
     config = JobConfig(name="test", parallel=ParallelConfig(data=4), engine=EngineConfig(tensor=2, replicas=2))
     place = Placement.of(config, 8)
     assert [place.of_engine(index, config.engine).engine_gpu for index in range(2)] == [4, 6]
-    assert Placement.of(config, 7).shared
+    assert Placement.of(config, 7).colocated
     assert Placement.of(config, 0).of_engine(1, config.engine) == ON_CPU
 
 
 def test_memory_fraction_is_smaller_for_shared_gpus_unless_set() -> None:
-    shared, alone = Placement.of(job(), 1), Placement.of(job(), 2)
-    assert shared.memory_fraction(EngineConfig()) < alone.memory_fraction(EngineConfig())
-    assert shared.memory_fraction(EngineConfig(memory_fraction=0.9)) == 0.9
+    colocated, alone = Placement.of(job(), 1), Placement.of(job(), 2)
+    assert colocated.memory_fraction(EngineConfig()) < alone.memory_fraction(EngineConfig())
+    assert colocated.memory_fraction(EngineConfig(memory_fraction=0.9)) == 0.9
 
 
 def test_platform_cpu_hides_gpus_from_all_processes() -> None:

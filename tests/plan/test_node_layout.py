@@ -51,10 +51,10 @@ def test_layout_of_one_node_matches_placement(data: int, replicas: int, tensor: 
 
 def test_layouts_of_split_and_colocated_placement() -> None:
     split = lay_out_nodes(job(replicas=4, tensor=2, placement="split"), 8, None)
-    assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.shared) == (2, 1, 8, False)
+    assert (split.nodes, split.trainer_nodes, split.ranks_per_node, split.colocated) == (2, 1, 8, False)
     assert places(split) == [(1, 0), (1, 2), (1, 4), (1, 6)]
     together = lay_out_nodes(job(replicas=4, tensor=2, placement="colocated"), 8, None)
-    assert (together.nodes, together.shared, places(together)) == (1, True, [(0, 0), (0, 2), (0, 4), (0, 6)])
+    assert (together.nodes, together.colocated, places(together)) == (1, True, [(0, 0), (0, 2), (0, 4), (0, 6)])
     assert lay_out_nodes(job(replicas=4, tensor=2), 8, 2) == split
     assert lay_out_nodes(job(replicas=4, tensor=2), 8, 1) == together
 
@@ -80,7 +80,7 @@ def test_layout_uses_no_gpu_twice_unless_shared(
     if not gpus:
         return
     assert all(node < plan.nodes and gpu < gpus for node, gpu in used(plan))
-    taken = used(plan, ranks=not plan.shared)
+    taken = used(plan, ranks=not plan.colocated)
     assert len(taken) == len(set(taken))
     assert {node for node, _ in used(plan)} == set(range(plan.nodes)), "a node has nothing to do"
 

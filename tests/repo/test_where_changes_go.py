@@ -13,7 +13,7 @@ from arpo_megatron.evaluation.benchmarks import Benchmark
 from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.tasks.files.reader import read_tasks
 from arpo_megatron.tasks.synthetic.families import FAMILIES
-from arpo_megatron.weights.transports import Disk, Handover, Network
+from arpo_megatron.weights.transports import Disk, Ipc, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = {
@@ -62,7 +62,7 @@ def test_commands_live_in_the_cli_package() -> None:
 def test_benchmarks_profiles_transports_and_readers_live_in_their_home() -> None:
     assert inspect.getfile(Benchmark) == str(ROOT / HOMES["benchmark"][0])
     assert {path.stem for path in (ROOT / HOMES["cluster profile"][0]).glob("*.yaml")} == set(profile_names())
-    for transport in (Handover, Network, Disk):
+    for transport in (Ipc, Network, Disk):
         assert Path(inspect.getfile(transport)).parent == ROOT / HOMES["weight transport"][0]
     for reader in (read_tasks, *(family.generate for family in FAMILIES.values())):
         assert reader.__module__.startswith(HOMES["task reader"][0].replace("/", "."))

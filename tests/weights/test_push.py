@@ -239,7 +239,7 @@ def test_engine_with_lent_memory_refuses_until_a_push(engine: EngineHandle, tmp_
         engines.resume_memory(WEIGHTS)
     check_silent(engine.url, "the engine's memory is back and holds no weights yet")
     engines.release_memory()  # the part that is back
-    with trainer(tmp_path, 45).sync(engine.url, lent=True) as sync:
+    with trainer(tmp_path, 45).sync(engine.url, colocated=True) as sync:
         sync.engines.resume_memory = lambda *tags: WEIGHTS in tags and engines.resume_memory(WEIGHTS)  # type: ignore[method-assign]
         with pytest.raises(WeightPushError, match="version 45 cannot be served: the trainer has the memory of the KV"):
             sync.push(45)

@@ -19,7 +19,7 @@ from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import PROBE_TOKENS
-from arpo_megatron.weights.transports import handover
+from arpo_megatron.weights.transports import ipc
 from tests.weights.pushes import TIMEOUT_S, TOKENS, generate, post, trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -186,11 +186,11 @@ def test_slept_weights_are_not_served(engine: EngineHandle, tmp_path: Path) -> N
     engines = EngineAdmin([engine.url], TIMEOUT_S)
     engines.release_memory()
     with (
-        trainer(tmp_path, 21).sync(engine.url, lent=False) as sync,
+        trainer(tmp_path, 21).sync(engine.url, colocated=False) as sync,
         pytest.raises(WeightPushError, match="cannot be stored: the engine's memory is lent"),
     ):
         sync.push(21)
-    with trainer(tmp_path, 22).sync(engine.url, lent=True) as sync:
+    with trainer(tmp_path, 22).sync(engine.url, colocated=True) as sync:
         sync.push(22)
     assert generate(engine.url)["meta_info"]["weight_version"] == "22"
 
@@ -210,7 +210,7 @@ def test_carrier_finishes_although_its_engine_has_left(monkeypatch: pytest.Monke
         def close(self) -> None:
             pass
 
-    peer = handover._Peer(Gone(), torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    peer = ipc._Peer(Gone(), torch.device("cpu"), 1.0)  # type: ignore[arg-type]
     peer.offer(100)
     for _ in range(4):
         peer.turn()

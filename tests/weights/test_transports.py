@@ -18,7 +18,7 @@ from arpo_megatron.engine.wire import sharing
 from arpo_megatron.engine.wire.watchdog import ExchangeAbortedError, Watchdog
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import probe_gap
-from arpo_megatron.weights.transports import Disk, Exchange, handover
+from arpo_megatron.weights.transports import Disk, Exchange, ipc
 from tests.faults import small_disk
 
 TIMEOUT_S = 60.0
@@ -76,7 +76,7 @@ def test_two_shared_buffers_take_turns_and_are_free_between_pushes() -> None:
         return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
 
     ours, theirs = Pipe()
-    peer = handover._Peer(ours, torch.device("cpu"), TIMEOUT_S)
+    peer = ipc._Peer(ours, torch.device("cpu"), TIMEOUT_S)
     read: list[int] = []
 
     def engine() -> None:
@@ -108,7 +108,7 @@ def test_two_shared_buffers_take_turns_and_are_free_between_pushes() -> None:
 
 
 def test_stranger_does_not_get_a_connection() -> None:
-    entrance = handover._Entrance("the key")
+    entrance = ipc._Entrance("the key")
     from multiprocessing import AuthenticationError
     from multiprocessing.connection import Client
 
@@ -118,7 +118,7 @@ def test_stranger_does_not_get_a_connection() -> None:
     entrance.connection().send_bytes(b"hello")
     assert mine.recv_bytes() == b"hello"
     entrance.close()
-    alone = handover._Entrance("the key")
+    alone = ipc._Entrance("the key")
     alone.close()  # although no engine has come
 
 

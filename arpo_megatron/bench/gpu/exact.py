@@ -105,7 +105,7 @@ class ExactBench:
         sizes = EngineConfig(max_running_requests=self.requests, max_total_tokens=65536, memory_fraction=0.1)
         log = self.directory / "engine.log"
         with launch_engine(
-            path, sizes, dtype="bfloat16", seed=1, log_path=log, placement=first_gpu(shared=True)
+            path, sizes, dtype="bfloat16", seed=1, log_path=log, placement=first_gpu(colocated=True)
         ) as engine:
             answers = generate(engine.url, prompts, self.tokens)
         trees, entropies = [], []

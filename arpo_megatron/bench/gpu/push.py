@@ -177,7 +177,7 @@ class PushBench:
             dtype=engines.dtype,
             seed=1,
             log_path=engines.logs / "engines.log",
-            placement=first_gpu(shared=True),
+            placement=first_gpu(colocated=True),
             options=DUMMY,
         )
         admin = TimedEngineAdmin(engine.url)

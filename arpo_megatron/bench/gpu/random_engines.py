@@ -94,7 +94,7 @@ class RandomEngines:
                 dtype=self.dtype,
                 seed=1,
                 log_path=self.logs / "engines.log",
-                placement=first_gpu(shared=False),
+                placement=first_gpu(colocated=False),
                 options=options,
             )
         self._running[kind] = engine
@@ -120,10 +120,10 @@ def generate(url: str, prompts: list[list[int]], tokens: int) -> list[dict[str, 
     return answers
 
 
-def first_gpu(*, shared: bool) -> Placement:
+def first_gpu(*, colocated: bool) -> Placement:
     """Return the placement on the first GPU, or on the CPU if there is none."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Placement(gpus, engine_gpu=0, shared=shared) if gpus else ON_CPU
+    return Placement(gpus, engine_gpu=0, colocated=colocated) if gpus else ON_CPU
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 | | a round travels through | for |
 | --- | --- | --- |
-| `Handover` (`ipc`) | the trainer's group, then memory that the engine maps | engines on trainer GPUs or machines |
+| `Ipc` (`ipc`) | the trainer's group, then memory that the engine maps | engines on trainer GPUs or machines |
 | `Network` (`network`) | a process group of trainer and engine ranks: NCCL, or gloo | engines on GPUs of their own |
 | `Disk` (`disk`) | files in a directory that both see | all other engines |
 
@@ -11,7 +11,7 @@ May import `engine`, `models`, `errors`, `utils`, and of `weights` the modules b
 
 from arpo_megatron.weights.transports.base import Exchange, Transport
 from arpo_megatron.weights.transports.disk import Disk
-from arpo_megatron.weights.transports.handover import Handover
+from arpo_megatron.weights.transports.ipc import Ipc
 from arpo_megatron.weights.transports.network import Network
 
-__all__ = ["Disk", "Exchange", "Handover", "Network", "Transport"]
+__all__ = ["Disk", "Exchange", "Ipc", "Network", "Transport"]

@@ -34,7 +34,7 @@ from arpo_megatron.weights.transports.base import Exchange
 _KEY_BYTES = 32
 
 
-class Handover:
+class Ipc:
     """Sends messages between trainer ranks, and hands buffers to the engine ranks next to them.
 
     Args:
