@@ -1,8 +1,10 @@
 """The documentation and the code use the same names."""
 
+import ast
 import dataclasses
 import importlib.util
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,14 +62,23 @@ def test_table_of_papers_names_presets_and_components_that_exist() -> None:
         assert name in BUILTIN[POINTS[key]], f"{key}={name}"
 
 
-def test_structure_page_has_every_package() -> None:
-    page = (ROOT / "docs" / "internals" / "structure.md").read_text()
-    table = page.partition("## Packages")[2].partition("## Glossary")[0]
-    package = ROOT / "arpo_megatron"
-    folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
-    assert folders | {path.name for path in package.glob("*.py")} - {"__init__.py"} == set(
-        re.findall(r"`([a-z_]+(?:/|\.py))`", "\n".join(line for line in table.splitlines() if line.startswith("| ")))
-    )
+def test_structure_page_has_the_layers_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["name"] == "layers")  # the highest is first
+    numbers = {name: number for number, layer in enumerate(reversed(layers), 1) for name in re.split(r" [|:] ", layer)}
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "docs/internals/structure.md").read_text(), re.MULTILINE)
+    named = {name: int(number) for number, cell in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)}
+    assert named == numbers
+
+
+def test_at_most_eight_modules_stand_outside_packages() -> None:
+    assert len(list((ROOT / "arpo_megatron").glob("*.py"))) <= 8
+
+
+def test_every_package_states_what_it_may_import() -> None:
+    files = [file for top in ("arpo_megatron", "tools_sandbox") for file in (ROOT / top).rglob("__init__.py")]
+    texts = {file: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
+    assert not [str(file) for file, text in texts.items() if not re.search(r"[Mm]ay\s+import|imports\s", text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -119,7 +119,7 @@ def write_step(run: RunDirectory, metrics: MetricsLog, events: EventLog, step: i
     metrics.log(row)
     events.emit("step", steps=STEPS, **row)
     if step == 2:
-        events.emit("restart", role="engine", number=1, text=f"engine died {HOSTILE}")
+        events.emit("restart", service="engine", number=1, text=f"engine died {HOSTILE}")
     if step in (1, STEPS):
         tasks = [Task(f"held-{number}", (), "4", "math", "What?") for number in range(3)]
         alone = [_one_path(task.id, right=number < step) for number, task in enumerate(tasks)]
