@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron.cli.bench_gpu import app as gpu
-from arpo_megatron.cli.options import Overrides
+from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command, with_dry_run
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import CPU_ENVIRONMENT
 from arpo_megatron.jobs import resolve
@@ -33,6 +33,7 @@ class MixName(StrEnum):
 
 
 @app.command()
+@with_dry_run
 def pack(
     mix: Annotated[list[MixName] | None, typer.Option(help="Family of trees, may be repeated; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed updates of each side, alternating.")] = 3,
@@ -50,6 +51,7 @@ def pack(
 
 
 @app.command()
+@with_dry_run
 def rollout(
     full: Annotated[
         bool,
@@ -67,6 +69,7 @@ def rollout(
 
 
 @app.command()
+@with_dry_run
 def sync(
     megabytes: Annotated[int, typer.Option(min=1, help="Size of the random model, in 10^6 bytes.")] = 600,
     tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the trainer.")] = 1,
@@ -87,6 +90,7 @@ def sync(
 
 
 @app.command()
+@with_dry_run
 def sandbox(
     cold_calls: Annotated[
         int, typer.Option(min=2, help="Number of cold interpreter starts; the service gets 20 times as many calls.")
@@ -107,6 +111,7 @@ def sandbox(
 
 
 @app.command()
+@with_dry_run
 def branching(
     trees: Annotated[int, typer.Option(min=1, help="Number of simulated trees per row.")] = 300,
     json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
@@ -125,6 +130,7 @@ def branching(
 
 
 @app.command()
+@with_dry_run
 def importance(
     tokens: Annotated[int, typer.Option(min=2, max=14, help="Length of the enumerated trajectories.")] = 10,
     json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
@@ -152,14 +158,20 @@ def soak(
         int | None, typer.Option(min=0, help="Steps that are not judged; default: a third of the steps.")
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a job and show whether the memory of each of its processes is flat; the exit code is 1 if one grows."""
     skipped = steps // 3 if warm_up is None else warm_up
     if steps - skipped < 6:
         raise UserError(f"--steps {steps} --warm-up {skipped} leaves fewer than 6 steps to judge: use more steps")
+    job = resolve.resolve(recipe, overrides=[*(overrides or ()), f"train.steps={steps}"])
+    if dry_run:
+        print(f"train {job.name} for {steps} steps and sample the memory of its processes; the first {skipped} warm up")
+        next_after_dry_run()
+        return
     from arpo_megatron.bench.soak import bench_soak
 
-    results = bench_soak(resolve.resolve(recipe, overrides=[*(overrides or ()), f"train.steps={steps}"]), skipped)
+    results = bench_soak(job, skipped)
     if not json_only:
         for program, row in results["programs"].items():
             figures = "  ".join(f"{key} {value}" for key, value in row.items())
@@ -171,3 +183,4 @@ def soak(
 
 def _answer(name: str, results: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **results}), flush=True)
+    next_command("arpo bench --help")

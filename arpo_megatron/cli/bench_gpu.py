@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arpo_megatron.cli.options import next_command, with_dry_run
+
 if TYPE_CHECKING:
     from arpo_megatron.bench.gpu.measure import Measurements
 
@@ -18,6 +20,7 @@ Out = Annotated[Path, typer.Option(help="Directory of models, logs and runs.")]
 
 
 @app.command()
+@with_dry_run
 def exact(out: Out = Path("gpu")) -> None:
     """Numerical differences: bfloat16 and FP8 against float32, trees against sequences, trainer against engine."""
     _prepare()
@@ -29,6 +32,7 @@ def exact(out: Out = Path("gpu")) -> None:
 
 
 @app.command()
+@with_dry_run
 def kernels() -> None:
     """Attention kernels: errors against float64, and speed against flash attention."""
     _prepare()
@@ -38,6 +42,7 @@ def kernels() -> None:
 
 
 @app.command()
+@with_dry_run
 def update() -> None:
     """Training speed at the size of Qwen3 4B: flat and trees, bfloat16 and FP8, against the measured peak."""
     _prepare()
@@ -47,6 +52,7 @@ def update() -> None:
 
 
 @app.command()
+@with_dry_run
 def rollout(out: Out = Path("gpu")) -> None:
     """Decoding at the sizes of Qwen3 4B and 8B against memory bandwidth; the cost of entropies; growing trees."""
     _prepare()
@@ -58,6 +64,7 @@ def rollout(out: Out = Path("gpu")) -> None:
 
 
 @app.command()
+@with_dry_run
 def push(out: Out = Path("gpu")) -> None:
     """Weights into an engine on the same GPU, bfloat16 and FP8, against a bare copy; lending the engine's memory."""
     _prepare()
@@ -69,6 +76,7 @@ def push(out: Out = Path("gpu")) -> None:
 
 
 @app.command()
+@with_dry_run
 def step(out: Out = Path("gpu")) -> None:
     """A whole ARPO job of three steps at the size of Qwen3 4B: seconds and device memory by phase."""
     _quiet()  # the job sets the environment of each of its processes
@@ -81,6 +89,7 @@ def _run(name: str, measurements: "Measurements") -> None:
     from arpo_megatron.bench.gpu.measure import run_all
 
     print(json.dumps({"benchmark": name, **run_all(measurements)}), flush=True)
+    next_command("arpo bench gpu --help")
 
 
 def _prepare() -> None:

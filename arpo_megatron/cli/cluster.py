@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from arpo_megatron.cli.jobs import following, submit_following
-from arpo_megatron.cli.options import ClusterOfRun, ConfigFile, DryRun, Overrides, Panel, Recipe, next_command
+from arpo_megatron.cli.options import (
+    ClusterOfRun,
+    ConfigFile,
+    DryRun,
+    Overrides,
+    Panel,
+    Recipe,
+    next_after_dry_run,
+    next_command,
+)
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -169,6 +178,7 @@ def _submit(
     )
     if dry_run:
         print(submitting.dry_run(submission))
+        next_after_dry_run()
         return None
     jobs = submitting.submit_jobs(submission, force=force)
     run, name = submission.run, address(submission.run)
@@ -186,6 +196,7 @@ def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
 
     run_on_login_node(cluster, "cancel", run)
     runs.cancel(runs.find_run(run, cluster))
+    next_command(f"arpo resume {run}")
 
 
 @app.command(rich_help_panel=Panel.START)

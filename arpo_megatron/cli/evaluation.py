@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from arpo_megatron.cli.jobs import step_model, submit_command
-from arpo_megatron.cli.options import ConfigFile, DryRun, OnCluster, Overrides, Panel, Recipe, next_command
+from arpo_megatron.cli.options import (
+    ConfigFile,
+    DryRun,
+    OnCluster,
+    Overrides,
+    Panel,
+    Recipe,
+    next_after_dry_run,
+    next_command,
+)
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.target import Setting
 
@@ -109,6 +118,7 @@ def evaluate(
 
     if dry_run:
         print("\n".join(describe(EvalRequest(**options), _log)))
+        next_after_dry_run()
         return
     result = run(EvalRequest(**options), _log)
     print(json.dumps(result), flush=True)
@@ -128,6 +138,7 @@ def eval_report(
     results = [read_summary(directory) for directory in directories]
     out.mkdir(parents=True, exist_ok=True)
     print(write_report(out, results))
+    next_command("arpo eval RUN_DIR --suite NAME --data DIR")
 
 
 @app.command("judge-report", rich_help_panel=Panel.EVALUATE)
@@ -148,6 +159,7 @@ def judge_report(
 
     job = resolve(recipe, file=config, overrides=overrides or ())
     print(json.dumps(report(job.reward.judge, labels)), flush=True)
+    next_command(f"arpo train {recipe} --dry-run")
 
 
 @app.command(rich_help_panel=Panel.EVALUATE)
@@ -192,6 +204,7 @@ def decontaminate(
         _log(f"skipped, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:
         raise typer.Exit(1)
+    next_command(f"arpo train RECIPE data.path={train_data} --dry-run")
 
 
 def _log(text: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arpo_megatron.cli.options import next_command
+from arpo_megatron.cli.options import next_after_dry_run, next_command
 from arpo_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def submit_command(
             words += [f"--{name}"] if value is True else [f"--{name}", text]
     if dry_run:
         print(submit.dry_run(command_submission(directory, load_profile(cluster), words)))
+        next_after_dry_run()
         return
     job = submit_job(directory, load_profile(cluster), words)
     name = address(directory)

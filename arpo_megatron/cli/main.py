@@ -25,6 +25,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    next_after_dry_run,
     next_command,
     open_run,
 )
@@ -35,7 +36,7 @@ from arpo_megatron.cli.view import app as view
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.config.yaml import yaml_text
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.jobs import resolve, run_directory
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def demo(
     job = _resolve("quickstart", overrides, config, seed)
     if dry_run:
         _print_plan(job)
-        return next_command("arpo demo")
+        return next_after_dry_run()
     from arpo_megatron.launch.demo import run_demo
 
     print(json.dumps(run_demo(job, resume=resume, restarts=restarts)), flush=True)
@@ -138,7 +139,7 @@ def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool, int]
             raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
         if dry_run:
             _print_plan(job)
-            next_command(f"arpo {name} {recipe}")
+            next_after_dry_run()
         else:
             start(job, resume, restarts)
 
@@ -202,7 +203,7 @@ def export(
             print("then serve it, ask one question, and compare log-probs with transformers")
         if repo is not None:
             print(f"then upload it to {repo} ({'public' if public else 'private'} if it is new)")
-        return None
+        return next_after_dry_run()
     written = export_checkpoint(run, out, step)
     print(written, flush=True)
     if verify:
@@ -329,6 +330,8 @@ def run_command(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments), prog_name="arpo", standalone_mode=False)
     except TyperException as error:
         text = " ".join(error.format_message().split()).removesuffix(".")
+        if not text:  # a group without a command has printed its help
+            return USER_ERROR_EXIT_CODE
         context = getattr(error, "ctx", None)
         help_of = "arpo" if context is None else context.command_path
         raise UserError(f"{text[0].lower()}{text[1:]}; see `{help_of} --help`") from None

@@ -1,9 +1,13 @@
 """Arguments and options that several commands share, the panels of the help, and the line that ends a command."""
 
+import inspect
+import shlex
 import sys
+from collections.abc import Callable
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
@@ -11,6 +15,9 @@ from arpo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from arpo_megatron.jobs.run_directory import RunDirectory
+
+
+P = ParamSpec("P")
 
 
 class Panel(StrEnum):
@@ -28,6 +35,30 @@ def next_command(command: str) -> None:
     """Print the command that usually follows, on standard error: standard output is for results."""
     sys.stdout.flush()  # where both go to one file, the result comes first
     print(f"next: {command}", file=sys.stderr, flush=True)
+
+
+def next_after_dry_run() -> None:
+    """Print the command of this process without --dry-run as the one that follows."""
+    next_command(shlex.join(["arpo", *(each for each in sys.argv[1:] if each != "--dry-run")]))
+
+
+def with_dry_run(function: Callable[P, None]) -> Callable[P, None]:
+    """Add --dry-run to a command: it prints what the command would do, with its arguments, then stops."""
+
+    @wraps(function)
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        if not kwargs.pop("dry_run"):
+            return function(*args, **kwargs)
+        print((function.__doc__ or "").splitlines()[0])
+        for name, value in kwargs.items():
+            print(f"  {name.replace('_', '-')}: {'default' if value is None else value}")
+        return next_after_dry_run()
+
+    own = inspect.signature(function)
+    extra = inspect.Parameter("dry_run", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DryRun)
+    vars(command)["__signature__"] = own.replace(parameters=[*own.parameters.values(), extra])
+    command.__annotations__ = {**function.__annotations__, "dry_run": DryRun}
+    return command
 
 
 def open_run(path: Path) -> "RunDirectory":

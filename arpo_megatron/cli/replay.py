@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Panel, open_run
+from arpo_megatron.cli.options import Panel, next_command, open_run
 
 app = typer.Typer()
 
@@ -20,7 +20,9 @@ def replay_pack(
     """
     from arpo_megatron.launch.job import replay_skipped_update
 
-    print(replay_skipped_update(open_run(file.resolve().parent.parent), file), end="", flush=True)
+    run = open_run(file.resolve().parent.parent)
+    print(replay_skipped_update(run, file), end="", flush=True)
+    next_command(f"arpo view {run.path}")
 
 
 @app.command("replay-tree", rich_help_panel=Panel.MEASURE)
@@ -40,3 +42,4 @@ def replay_tree(
 
     if not replay_trees(file, tree=tree, config=config):
         raise typer.Exit(1)
+    next_command(f"arpo view {file.resolve().parent.parent}")

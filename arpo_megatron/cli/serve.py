@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from arpo_megatron.cli.jobs import step_model, submit_command
-from arpo_megatron.cli.options import DryRun, OnCluster, Overrides, Panel
+from arpo_megatron.cli.options import DryRun, OnCluster, Overrides, Panel, next_after_dry_run, next_command
 
 app = typer.Typer()
 
@@ -54,10 +54,12 @@ def serve(
     model = None if step is None or dry_run else step_model(target, step, None)
     if print_only:
         print("\n".join(plain_commands(*plan(target, overrides or (), model))))
+        next_command(f"arpo serve {target} --plain")
         return
     if dry_run:
         print("\n".join(describe(*plan(target, overrides or (), model), plain=plain)))
         print(f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}")
+        next_after_dry_run()
         return
     secret = None
     if token or not is_loopback(host):
@@ -99,6 +101,7 @@ def chat(
 
         is_url = target.startswith(("http://", "https://"))
         print(f"talk to {target}" if is_url else "\n".join(describe(*plan(target, overrides or ()), plain=False)))
+        next_after_dry_run()
         return
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):

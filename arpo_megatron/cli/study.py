@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import DryRun, Overrides, next_command
+from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -59,6 +59,7 @@ def _study_command(name: str, text: str) -> None:
         if dry_run:
             for run in runs:
                 print(f"{run.name}: {run.directory.path}{', done' if run.done else ', started' if run.started else ''}")
+            next_after_dry_run()
             return
         directory.mkdir(parents=True, exist_ok=True)
         with Progress() as progress:
@@ -104,3 +105,4 @@ def entropy(
     command = shlex.join(["arpo", "study", "entropy", *map(str, runs), "--out", str(out)])
     for path in entropies.write_report(rows, out, made_by(command)):
         print(path)
+    next_command(shlex.join(["arpo", "view", *map(str, runs)]))

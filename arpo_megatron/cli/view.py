@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Panel
+from arpo_megatron.cli.options import Panel, next_command
 from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.errors import UserError
 
@@ -74,6 +74,7 @@ def view(
             raise UserError("--grow needs a server: leave out --html")
         size = write_html(pages, html, trees=trees)
         print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
+        next_command(f"xdg-open {html}")
         return
     with nullcontext() if grow is None else _agent(grow) as grower:
         serve(replace(pages, grower=grower), host=host, port=port, with_token=token)

@@ -106,6 +106,13 @@ def test_help_has_every_command_in_its_panel(arpo: Arpo) -> None:
         assert sorted(commands) == sorted(PANELS[title[1]])
 
 
+@pytest.mark.parametrize("group", [[], ["list"], ["bench"], ["bench", "gpu"], ["study"], ["data"]])
+def test_group_without_a_command_prints_its_help(arpo: Arpo, group: list[str]) -> None:
+    code, output, error = arpo(*group)
+    assert code == 2 and "Traceback" not in error
+    assert f"Usage: {' '.join(['arpo', *group])}" in output + error
+
+
 def test_version_names_the_commit(arpo: Arpo) -> None:
     _, output, _ = arpo("--version")
     assert re.fullmatch(r"arpo-megatron [\d.]+, (commit [0-9a-f]{12}(-dirty)?|version .+)\n", output)
@@ -176,6 +183,24 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path:
     assert "  steps: 3\n" in output
     assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in output
     assert "#   trainer  1 rank(s)\n" in output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["demo", "train.steps=3"], "steps: 3"),
+        (["bench", "pack", "--mix", "reasoning"], "  repeats: 3\n"),
+        (["bench", "gpu", "kernels"], "errors against float64"),
+        (["bench", "soak", "--steps", "20", "train.tasks_per_step=4"], "train quickstart for 20 steps"),
+    ],
+)
+def test_dry_run_does_nothing_and_names_the_command_without_it(
+    arpo: Arpo, arguments: list[str], shown: str, tmp_path: Path
+) -> None:
+    code, output, error = arpo(*arguments, "--dry-run")
+    assert code == 0 and shown in output
+    assert error == f"next: {' '.join(['arpo', *arguments])}\n"
     assert not list(tmp_path.iterdir())
 
 

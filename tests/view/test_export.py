@@ -100,6 +100,18 @@ def test_modules_join_into_one_script() -> None:
         for name in re.findall(r"^(?:export )?(?:async )?(?:class|const|let|function) (\w+)", found[0], re.MULTILINE):
             assert name not in defined, f"{module} and {defined[name]} define {name}"
             defined[name] = module
-        for names, source in re.findall(r"^import \{ (.*) \} from \"\./(.*)\";", found[0], re.MULTILINE):
+        for names, source in re.findall(r"^import \{([^}]*)\} from \"\./(.*)\";", found[0], re.MULTILINE):
             assert MODULES.index(source) < MODULES.index(module)
-            assert all(defined.get(name) == source for name in names.split(", ")), f"{module} imports {names}"
+            imported = [name for name in re.split(r"[,\s]+", names) if name]
+            assert all(defined.get(name) == source for name in imported), f"{module} imports {names}"
+            unused = [name for name in imported if len(re.findall(rf"\b{name}\b", found[0])) < 2]
+            assert not unused, f"{module} imports {unused} in vain"
+
+
+def test_files_of_the_page_can_be_read_in_one_sitting() -> None:
+    for name in ("index.html", "style.css", *MODULES):
+        found = static_file(name)
+        assert found is not None
+        lines = found[0].splitlines()
+        assert len(lines) <= 400, name
+        assert max(map(len, lines)) <= 120, name

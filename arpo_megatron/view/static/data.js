@@ -8,7 +8,10 @@ export const exported = answers !== null;
 
 /** No answer: `offline` if the server cannot be reached, else with its words. */
 export class LoadError extends Error {
-  constructor(message, offline = false) { super(message); this.offline = offline; }
+  constructor(message, offline = false) {
+    super(message);
+    this.offline = offline;
+  }
 }
 
 /** Return the answer at an address, null if the exported file does not have it. Raises LoadError. */
@@ -17,7 +20,9 @@ export async function load(...address) {
   const path = `data/${address.map(encodeURIComponent).join("/")}`;
   const before = known.get(path);
   const headers = before ? { "If-None-Match": before.tag } : {};
-  const answer = await fetch(path, { headers, cache: "no-store" }).catch((error) => { throw new LoadError(error.message, true); });
+  const answer = await fetch(path, { headers, cache: "no-store" }).catch((error) => {
+    throw new LoadError(error.message, true);
+  });
   if (answer.status === 304) return before.value;
   const text = await answer.text();
   if (answer.status === 401) throw new LoadError(text);
@@ -31,8 +36,14 @@ export async function load(...address) {
 /** Sample continuations at the end of a segment; return the tree with them. Raises LoadError. */
 export async function growAt(name, step, number, segment, count) {
   const path = `data/${[name, "trees", step, number, "grow"].map(encodeURIComponent).join("/")}`;
-  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ segment, count }) })
-    .catch((error) => { throw new LoadError(error.message, true); });
+  const answer = await fetch(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ segment, count }),
+  })
+    .catch((error) => {
+      throw new LoadError(error.message, true);
+    });
   const value = await answer.json();
   if (!answer.ok) throw new LoadError(value.error);
   return value;

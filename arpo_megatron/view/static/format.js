@@ -56,7 +56,9 @@ export function ago(time) {
 export function clock(time) {
   const date = new Date(1000 * time);
   const pad = (part) => String(part).padStart(2, "0");
-  return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+  return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${
+    pad(date.getMinutes())
+  }:${pad(date.getSeconds())}`;
 }
 
 export function mean(values) {
@@ -64,7 +66,8 @@ export function mean(values) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
-/** Return "1 fork" or "3 forks". */
+/** Return "1 fork", "3 forks" or "2 trajectories". */
 export function plural(count, noun) {
-  return `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+  const many = noun.endsWith("y") ? `${noun.slice(0, -1)}ies` : `${noun}s`;
+  return `${whole(count)} ${count === 1 ? noun : many}`;
 }

@@ -1,13 +1,22 @@
 // Addresses, keys, polling and the header.
-import { h, show, hint } from "./dom.js";
-import { LoadError, exported, growAt, load } from "./data.js";
+import { h, hint, show } from "./dom.js";
+import { exported, growAt, load, LoadError } from "./data.js";
 import { COLORS, runPage } from "./run.js";
 import { chosenRows, treePage } from "./trees.js";
 import { plural } from "./format.js";
 import { shapeOf } from "./drawing.js";
+import { nextShade } from "./tokens.js";
 
 const EVERY = 3000;
-const KEYS = [["j / k", "next or previous tree"], ["n / p", "next or previous trajectory"], ["[ / ]", "previous or next step"], ["f", "tree or flattened"], ["s", "next shade of the tokens"], ["g", "run page or trees"], ["?", "these keys"]];
+const KEYS = [
+  ["j / k", "next or previous tree"],
+  ["n / p", "next or previous trajectory"],
+  ["[ / ]", "previous or next step"],
+  ["f", "tree or flattened"],
+  ["s", "next shade of the tokens"],
+  ["g", "run page or trees"],
+  ["?", "these keys"],
+];
 const main = document.getElementById("main"), header = document.getElementById("header");
 const now = { runs: [], pages: {}, error: null, treeKey: null, current: null, help: false };
 
@@ -16,14 +25,26 @@ function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [kind, name, step, tree] = path.split("/").map(decodeURIComponent);
   const params = Object.fromEntries(new URLSearchParams(query ?? ""));
-  for (const key of ["leaf", "vs", "segment", "flat"]) params[key] = params[key] === undefined ? null : Number(params[key]);
-  return { ...params, kind: kind === "trees" ? "trees" : "run", name: now.runs.includes(name) ? name : now.runs[0], step, tree: tree === undefined ? null : Number(tree) };
+  for (const key of ["leaf", "vs", "segment", "flat"]) {
+    params[key] = params[key] === undefined ? null : Number(params[key]);
+  }
+  return {
+    ...params,
+    kind: kind === "trees" ? "trees" : "run",
+    name: now.runs.includes(name) ? name : now.runs[0],
+    step,
+    tree: tree === undefined ? null : Number(tree),
+  };
 }
 
 function href(to) {
-  const path = to.kind === "trees" ? ["trees", to.name, to.step, ...(to.tree === null || to.tree === undefined ? [] : [to.tree])] : ["run", to.name];
+  const path = to.kind === "trees"
+    ? ["trees", to.name, to.step, ...(to.tree === null || to.tree === undefined ? [] : [to.tree])]
+    : ["run", to.name];
   const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(to)) if (!["kind", "name", "step", "tree"].includes(key) && value !== null && value !== undefined) query.set(key, value);
+  for (const [key, value] of Object.entries(to)) {
+    if (!["kind", "name", "step", "tree"].includes(key) && value !== null && value !== undefined) query.set(key, value);
+  }
   const text = query.toString();
   return `#/${path.filter((part) => part !== undefined).map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
@@ -41,28 +62,98 @@ function shownRuns(at) {
 
 function drawHeader(at) {
   const shown = shownRuns(at), many = now.runs.length > 1;
-  const toggle = (name) => change({ with: shown.includes(name) ? shown.filter((each) => each !== name).join("|") : [...shown, name].join("|") });
-  show(header, h("nav", { "aria-label": "Pages" }, h("a", { class: "brand", href: href({ kind: "run", name: at.name }) }, "arpo view"),
-    h("a", { href: href({ kind: "run", name: at.name, with: at.with }), "aria-current": at.kind === "run" ? "page" : null }, "Run"),
-    h("a", { href: treesLink(at.name), "aria-current": at.kind === "trees" ? "page" : null }, "Trees")),
-  many ? h("div", { class: "runs", role: "group", "aria-label": "Runs" }, now.runs.map((name) => h("span", { class: `run${name === at.name ? " on" : ""}`, vars: { "--c": COLORS[shown.indexOf(name) % COLORS.length] ?? "var(--line)" } },
-    h("input", { type: "checkbox", "data-key": `with ${name}`, "aria-label": `draw ${name}`, checked: shown.includes(name), disabled: name === at.name, onchange: () => toggle(name) }),
-    h("button", { class: "plain", "data-key": `run ${name}`, onclick: () => change({ kind: at.kind, name, step: undefined, tree: null }, "pushState") }, name)))) : null,
-  h("div", { class: "right" }, exported ? null : h("span", { class: `live${now.error ? " off" : ""}`, title: now.error ?? "The page follows the run" }, now.error ? "no connection" : "live"),
-    h("button", { class: "plain", "data-key": "theme", onclick: nextTheme }, themeName()),
-    h("button", { class: "plain", "data-key": "help", "aria-expanded": String(now.help), onclick: () => { now.help = !now.help; drawHeader(at); } }, "keys")),
-  now.help ? h("dl", { class: "keys" }, KEYS.map(([key, text]) => h("div", {}, h("dt", {}, key), h("dd", {}, text)))) : null);
+  const toggle = (name) =>
+    change({
+      with: shown.includes(name) ? shown.filter((each) => each !== name).join("|") : [...shown, name].join("|"),
+    });
+  show(
+    header,
+    h(
+      "nav",
+      { "aria-label": "Pages" },
+      h("a", { class: "brand", href: href({ kind: "run", name: at.name }) }, "arpo view"),
+      h("a", {
+        href: href({ kind: "run", name: at.name, with: at.with }),
+        "aria-current": at.kind === "run" ? "page" : null,
+      }, "Run"),
+      h("a", { href: treesLink(at.name), "aria-current": at.kind === "trees" ? "page" : null }, "Trees"),
+    ),
+    many
+      ? h(
+        "div",
+        { class: "runs", role: "group", "aria-label": "Runs" },
+        now.runs.map((name) =>
+          h(
+            "span",
+            {
+              class: `run${name === at.name ? " on" : ""}`,
+              vars: { "--c": COLORS[shown.indexOf(name) % COLORS.length] ?? "var(--line)" },
+            },
+            h("input", {
+              type: "checkbox",
+              "data-key": `with ${name}`,
+              "aria-label": `draw ${name}`,
+              checked: shown.includes(name),
+              disabled: name === at.name,
+              onchange: () => toggle(name),
+            }),
+            h("button", {
+              class: "plain",
+              "data-key": `run ${name}`,
+              onclick: () => change({ kind: at.kind, name, step: undefined, tree: null }, "pushState"),
+            }, name),
+          )
+        ),
+      )
+      : null,
+    h(
+      "div",
+      { class: "right" },
+      exported ? null : h(
+        "span",
+        { class: `live${now.error ? " off" : ""}`, title: now.error ?? "The page follows the run" },
+        now.error ? "no connection" : "live",
+      ),
+      h("button", { class: "plain", "data-key": "theme", onclick: nextTheme }, themeName()),
+      h("button", {
+        class: "plain",
+        "data-key": "help",
+        "aria-expanded": String(now.help),
+        onclick: () => {
+          now.help = !now.help;
+          drawHeader(at);
+        },
+      }, "keys"),
+    ),
+    now.help
+      ? h("dl", { class: "keys" }, KEYS.map(([key, text]) => h("div", {}, h("dt", {}, key), h("dd", {}, text))))
+      : null,
+  );
 }
 
 function treesLink(name, step, task) {
   const steps = now.pages[name]?.tree_steps ?? [];
-  return href({ kind: "trees", name, step: step ?? (steps.length ? String(steps[steps.length - 1]) : undefined), find: task });
+  return href({
+    kind: "trees",
+    name,
+    step: step ?? (steps.length ? String(steps[steps.length - 1]) : undefined),
+    find: task,
+  });
 }
 
 function exportNote() {
   if (!now.exported) return null;
   const left = now.exported.trees_left_out;
-  return h("p", { class: "note" }, `Saved on ${now.exported.made}. `, left ? `${plural(left, "stored tree")} ${left === 1 ? "is" : "are"} not in this file; arpo view RUN_DIR shows all of them.` : "All stored trees are in this file.");
+  return h(
+    "p",
+    { class: "note" },
+    `Saved on ${now.exported.made}. `,
+    left
+      ? `${plural(left, "stored tree")} ${
+        left === 1 ? "is" : "are"
+      } not in this file; arpo view RUN_DIR shows all of them.`
+      : "All stored trees are in this file.",
+  );
 }
 
 async function refresh() {
@@ -74,7 +165,9 @@ async function refresh() {
     now.grow = Boolean(list.grow);
     const here = route();
     const wanted = [...new Set([here.name, ...(here.kind === "run" ? shownRuns(here) : [])])];
-    await Promise.all(wanted.map(async (name) => { now.pages[name] = await load(name); }));
+    await Promise.all(wanted.map(async (name) => {
+      now.pages[name] = await load(name);
+    }));
     const content = here.kind === "run" ? await runContent(here) : await treeContent(here);
     now.error = null;
     if (turn !== now.turn) return;
@@ -84,7 +177,10 @@ async function refresh() {
       now.current = content.signature; // not earlier: another turn may have overtaken this one before it was shown
     }
     document.title = `${here.name} · arpo view`;
-    if (now.to !== undefined) { main.querySelector(`[data-segment="${now.to}"]`)?.scrollIntoView({ block: "nearest", behavior: "smooth" }); delete now.to; }
+    if (now.to !== undefined) {
+      main.querySelector(`[data-segment="${now.to}"]`)?.scrollIntoView({ block: "nearest", behavior: "smooth" });
+      delete now.to;
+    }
   } catch (error) {
     const offline = error instanceof LoadError && error.offline;
     now.error = offline ? error.message : null;
@@ -107,31 +203,78 @@ async function runContent(at) {
   const shown = shownRuns(at);
   const services = exported || now.pages[at.name].state !== "running" ? [] : await load(at.name, "services");
   const quarter = Math.floor(Date.now() / 15000); // "12 s ago" is drawn again now and then
-  const signature = JSON.stringify([at, now.drawn, quarter, shown.map((name) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]), services.map((one) => [one.up, one.restarts])]);
-  const draw = () => runPage({ main: at.name, shown, pages: now.pages, services, axis: at.x ?? "step", link: change, rerender, treesLink });
+  const signature = JSON.stringify([
+    at,
+    now.drawn,
+    quarter,
+    shown.map((
+      name,
+    ) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]),
+    services.map((one) => [one.up, one.restarts]),
+  ]);
+  const draw = () =>
+    runPage({ main: at.name, shown, pages: now.pages, services, axis: at.x ?? "step", link: change, rerender, treesLink });
   return { signature, draw };
 }
 
 async function treeContent(at) {
-  const page = now.pages[at.name], steps = [...page.tree_steps.map(String), ...page.held_out_tree_steps.map((step) => `held-out-${step}`)];
-  if (!steps.length) return { signature: `no trees ${at.name}`, draw: () => h("p", { class: "quiet" }, "This run has stored no trees yet. The page shows them after the first step.") };
-  const step = steps.includes(at.step) ? at.step : page.tree_steps.length ? String(page.tree_steps[page.tree_steps.length - 1]) : steps[0];
+  const page = now.pages[at.name],
+    steps = [...page.tree_steps.map(String), ...page.held_out_tree_steps.map((step) => `held-out-${step}`)];
+  if (!steps.length) {
+    return {
+      signature: `no trees ${at.name}`,
+      draw: () =>
+        h("p", { class: "quiet" }, "This run has stored no trees yet. The page shows them after the first step."),
+    };
+  }
+  const step = steps.includes(at.step)
+    ? at.step
+    : page.tree_steps.length
+    ? String(page.tree_steps[page.tree_steps.length - 1])
+    : steps[0];
   const rows = await load(at.name, "trees", step);
-  const chosen = chosenRows(rows, at), number = rows.some((row) => row.number === at.tree) ? at.tree : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
+  const chosen = chosenRows(rows, at),
+    number = rows.some((row) => row.number === at.tree)
+      ? at.tree
+      : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
   const key = JSON.stringify([at.name, step, number]);
   // A stored tree does not change, and a large one takes seconds: it is not asked for again.
-  const tree = number === null ? null : now.loaded?.key === key ? now.loaded.tree : await load(at.name, "trees", step, number);
+  const tree = number === null
+    ? null
+    : now.loaded?.key === key
+    ? now.loaded.tree
+    : await load(at.name, "trees", step, number);
   now.loaded = { key, tree };
   const tasks = tasksOf(at.name, tree);
   const query = { ...at, step, tree: number };
   const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
-  const growing = now.grow ? { state: now.growing?.key === key ? now.growing : {}, start: (segment, count) => grow(at.name, step, number, key, segment, count) } : null;
-  const link = (changes, more) => { now.to = more?.to; change({ ...query, ...changes }); };
+  const growing = now.grow
+    ? {
+      state: now.growing?.key === key ? now.growing : {},
+      start: (segment, count) => grow(at.name, step, number, key, segment, count),
+    }
+    : null;
+  const link = (changes, more) => {
+    now.to = more?.to;
+    change({ ...query, ...changes });
+  };
   const draw = () => {
     const fresh = key !== now.treeKey;
     now.treeKey = key;
     now.tree = { query, rows: chosen, tree, steps };
-    return treePage({ page, rows, query, tree, tasks, growing, fresh, width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28), link, rerender, href: (changes) => href({ ...query, ...changes }) });
+    return treePage({
+      page,
+      rows,
+      query,
+      tree,
+      tasks,
+      growing,
+      fresh,
+      width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28),
+      link,
+      rerender,
+      href: (changes) => href({ ...query, ...changes }),
+    });
   };
   return { signature, draw };
 }
@@ -153,13 +296,18 @@ async function grow(name, step, number, key, segment, count) {
   rerender();
 }
 
-/** Return where else a task is stored. A long run takes seconds for that, so the page is drawn again when it is known. */
+/** Return where else a task is stored. A long run takes seconds for that: the page is drawn again when it is known. */
 function tasksOf(name, tree) {
   if (!tree || exported) return [];
   const key = JSON.stringify([name, tree.task, now.pages[name].tree_steps.length]);
   if (now.tasks?.key !== key) {
     now.tasks = { key, found: [] };
-    load(name, "task", tree.task).then((found) => { if (now.tasks.key === key) { now.tasks.found = found; refresh(); } }, () => {});
+    load(name, "task", tree.task).then((found) => {
+      if (now.tasks.key === key) {
+        now.tasks.found = found;
+        refresh();
+      }
+    }, () => {});
   }
   return now.tasks.found;
 }
@@ -171,20 +319,37 @@ function themeName() {
 function setTheme(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
   else delete document.documentElement.dataset.theme;
-  try { localStorage.setItem("theme", theme ?? ""); } catch { /* a file may have no storage */ }
+  try {
+    localStorage.setItem("theme", theme ?? "");
+  } catch { /* a file may have no storage */ }
 }
 
 function nextTheme() {
-  setTheme({ light: "dark", dark: null }[document.documentElement.dataset.theme] ?? (document.documentElement.dataset.theme ? null : "light"));
+  setTheme(
+    { light: "dark", dark: null }[document.documentElement.dataset.theme] ??
+      (document.documentElement.dataset.theme ? null : "light"),
+  );
   drawHeader(route());
 }
 
 function press(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(input|select|textarea)$/i.test(event.target.tagName)) return;
   const at = route();
-  if (event.key === "?") { now.help = !now.help; drawHeader(at); return; }
-  if (event.key === "Escape") { hint(null); now.help = false; drawHeader(at); return; }
-  if (event.key === "g") { window.location.hash = at.kind === "run" ? treesLink(at.name) : href({ kind: "run", name: at.name }); return; }
+  if (event.key === "?") {
+    now.help = !now.help;
+    drawHeader(at);
+    return;
+  }
+  if (event.key === "Escape") {
+    hint(null);
+    now.help = false;
+    drawHeader(at);
+    return;
+  }
+  if (event.key === "g") {
+    window.location.hash = at.kind === "run" ? treesLink(at.name) : href({ kind: "run", name: at.name });
+    return;
+  }
   if (at.kind !== "trees" || !now.tree) return;
   const { query, rows, tree, steps } = now.tree;
   const go = (list, current, by) => list[Math.max(0, Math.min(list.length - 1, list.indexOf(current) + by))];
@@ -197,15 +362,28 @@ function press(event) {
     n: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? -1, 1), segment: null }),
     p: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? 1, -1), segment: null }),
     f: () => ({ flat: query.flat === 1 ? null : 1 }),
-    s: () => ({ shade: go(["none", "entropy", "logprob", "gap", "advantage", "none"], query.shade ?? "entropy", 1) }),
+    s: () => ({ shade: nextShade(query.shade ?? "entropy") }),
   };
   if (moves[event.key]) change({ ...query, ...moves[event.key]() });
 }
 
 let resized;
-window.addEventListener("hashchange", () => { hint(null); window.scrollTo(0, 0); refresh(); });
+window.addEventListener("hashchange", () => {
+  hint(null);
+  window.scrollTo(0, 0);
+  refresh();
+});
 window.addEventListener("keydown", press);
-window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(refresh, 150); });
-try { if (localStorage.getItem("theme")) document.documentElement.dataset.theme = localStorage.getItem("theme"); } catch { /* no storage */ }
+window.addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(refresh, 150);
+});
+try {
+  if (localStorage.getItem("theme")) document.documentElement.dataset.theme = localStorage.getItem("theme");
+} catch { /* no storage */ }
 await refresh();
-if (!exported) setInterval(() => { if (!document.hidden) refresh(); }, EVERY);
+if (!exported) {
+  setInterval(() => {
+    if (!document.hidden) refresh();
+  }, EVERY);
+}
