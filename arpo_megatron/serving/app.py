@@ -28,6 +28,7 @@ from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
+from arpo_megatron.utils.own_names import is_own_name, is_same_origin
 from tools_sandbox.client import SandboxError
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -113,9 +114,11 @@ def application(served: Served) -> Starlette:
         return PlainTextResponse("".join(f"arpo_serve_{name} {value:g}\n" for name, value in rows.items()))
 
     async def generate(request: Request) -> Response:
-        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
-            return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
-        body = await request.body()
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         if served.running >= served.concurrency:
             return _error(429, f"{served.concurrency} answers are in progress; try again")
         served.counts["requests"] += 1
@@ -142,16 +145,22 @@ def application(served: Served) -> Starlette:
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Refuses requests without the token, except those for the health."""
+    """Refuses requests without the token, except those for the health; without one, those of web sites."""
 
     app: ASGIApp
     token: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self.app
-        if scope["type"] == "http" and scope["path"] != "/health" and self.token is not None:
-            given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
+        if scope["type"] == "http" and scope["path"] != "/health":
+            headers = Headers(scope=scope)
+            if self.token is None:
+                host = headers.get("host", "")
+                if not (is_own_name(host) and is_same_origin(headers.get("origin"), host)):
+                    answer = _error(403, "without a token, requests of web sites are refused: start it with --token")
+            elif not hmac.compare_digest(
+                headers.get("authorization", "").removeprefix("Bearer ").encode(), self.token.encode()
+            ):
                 answer = _error(401, "the token is missing or wrong")
         await answer(scope, receive, send)
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.monitor.tree_view import printable
 
 _SHADES = ((1.5, "bold red"), (0.7, "red"), (0.2, "yellow"))
 """Least entropy in nats of each color."""
@@ -41,7 +42,7 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
         try:
             answer = "".join(_shown(client, model, messages, console, show_entropy))
         except openai.APIError as error:
-            console.print(Text(f"error: {error}", "red"))
+            console.print(Text(f"error: {_harmless(str(error))}", "red"))
             messages.pop()
             continue
         console.print()
@@ -61,14 +62,19 @@ def _shown(
         entropies = _entropies(chunk.choices[0].logprobs)
         turn += entropies
         if delta.content:
-            console.print(Text(delta.content, _style(entropies)), end="")
+            console.print(Text(_harmless(delta.content), _style(entropies)), end="")
             yield delta.content
         for step in getattr(delta, "tool_steps", None) or ():
             _print_mean(turn, console)
             console.print()
-            console.print(Text(f"  {step['name']} {step['status']} in {step['seconds']} s", "cyan"))
-            console.print(Text("\n".join(f"  | {line}" for line in step["result"].splitlines()), "green"))
+            console.print(Text(_harmless(f"  {step['name']} {step['status']} in {step['seconds']} s"), "cyan"))
+            console.print(Text("\n".join(f"  | {printable(line)}" for line in step["result"].splitlines()), "green"))
     _print_mean(turn, console)
+
+
+def _harmless(text: str) -> str:
+    """Return lines of text that cannot control the terminal: models and tools write what they want."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _entropies(logprobs: Any) -> list[float]:

@@ -19,7 +19,7 @@ import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.utils.own_names import is_own_name, is_same_origin
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.static_files import static_file
 
@@ -74,7 +75,9 @@ def application(pages: Pages, token: str | None, host: str) -> Starlette:
 
     async def grow(request: Request) -> Response:
         # A form of another site cannot have this content type, and its scripts would have to ask for leave first.
-        if request.headers.get("content-type") != "application/json" or not _is_same_origin(request.headers):
+        headers = request.headers
+        same = is_same_origin(headers.get("origin"), headers.get("host"))
+        if headers.get("content-type") != "application/json" or not same:
             return Response(to_json({"error": "only the page itself may grow branches"}), 403)
         name, step, number = (request.path_params[part] for part in ("run", "step", "number"))
         try:
@@ -114,11 +117,6 @@ async def _body(request: Request) -> bytes:
     return body[:1024]
 
 
-def _is_same_origin(headers: Headers) -> bool:
-    origin = headers.get("origin")
-    return origin is None or origin.partition("://")[2] == headers.get("host")
-
-
 def _file(name: str) -> Response:
     found = static_file(name)
     if found is None:
@@ -148,27 +146,11 @@ class _Guard:
         return await answer(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        if not is_own_name(request.headers, self.host):
+        if not is_own_name(request.headers.get("host", ""), self.host):
             return PlainTextResponse("this server answers only to the address that arpo view printed", 421)
         if self.token is not None and not _has_token(request, self.token):
             return PlainTextResponse("the token is missing or wrong: open the address that arpo view printed", 401)
         return None
-
-
-def is_own_name(headers: Headers, host: str) -> bool:
-    """Whether the Host header is an IP address, localhost, `host`, or the name of this machine.
-
-    A site of the internet cannot use an address: the browser would send the name that the address bar shows.
-    """
-    name = headers.get("host", "")
-    name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
-    if name.lower() in {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def cookie_name(request: Request) -> str:

@@ -42,6 +42,7 @@ def served(
     concurrency: int = 4,
     codec: TextCodec = CODEC,
     limits: RolloutLimits = LIMITS,
+    token: str | None = TOKEN,
 ) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ def served(
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
             agent = Agent(session, engine_url, None, tools, limits, codec, lambda messages: messages[-1]["content"])
-            app = application(Served(agent, "agent", Sampling(), TOKEN, concurrency, weights="export, step 4"))
+            app = application(Served(agent, "agent", Sampling(), token, concurrency, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
             await servers[0].serve(sockets=[listening])
@@ -136,6 +137,22 @@ def test_bad_requests_are_refused_with_a_reason(address: str) -> None:
     assert "arpo_serve_errors_total 1\n" in httpx.get(f"{address}/metrics", headers=headers).text
 
 
+def test_body_without_a_length_is_read_up_to_the_limit(address: str) -> None:
+    parts = iter([b"[" * 2**20] * 8)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{address}/v1/chat/completions", content=parts, headers=headers)
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+def test_web_sites_cannot_use_a_server_without_a_token(
+    headers: dict[str, str], scripted_engine: Start, sandbox_url: str
+) -> None:
+    with served(scripted_engine(ScriptedEngine(planned(*PLAN))).url, sandbox_url, token=None) as url:
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 403
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
 def test_request_above_the_limit_gets_429_and_a_dead_engine_503(scripted_engine: Start, sandbox_url: str) -> None:
     slow = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text: 2.0))
     with served(slow.url, sandbox_url, concurrency=1) as url:
@@ -200,3 +217,14 @@ def test_chat_colors_text_by_its_entropy(address: str) -> None:
     console = Console(file=output, width=200, highlight=False, force_terminal=True, color_system="standard")
     chat(f"{address}/v1", TOKEN, console=console, read=lambda: next(said), show_entropy=True)
     assert "\x1b[31m" in output.getvalue() and output.getvalue().count(" nats per token, at most 1.12]") == len(PLAN)
+
+
+def test_texts_cannot_control_the_terminal(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<python>print(chr(27) + '[2J')</python>", "\x1b]0;title\x07")))
+    output, said = io.StringIO(), iter([PROMPT, None])
+    with served(engine.url, sandbox_url) as url:
+        console = Console(file=output, width=200, highlight=False)
+        chat(f"{url}/v1", TOKEN, console=console, read=lambda: next(said))
+    shown = output.getvalue()
+    assert "  | \\x1b[2J\n" in shown and "\\x1b]0;title" in shown
+    assert "\x1b" not in shown and "\x07" not in shown
