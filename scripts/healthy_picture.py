@@ -59,7 +59,7 @@ def main() -> None:
     runs = [Path(argument) for argument in sys.argv[1:]]
     if len(runs) != len(NAMES):
         sys.exit(__doc__)
-    mpl.rcParams |= {"svg.hashsalt": "healthy", "font.size": 8}
+    mpl.rcParams |= {"svg.hashsalt": "healthy", "svg.fonttype": "none", "font.size": 8}
     figure, grid = plt.subplots(3, 5, figsize=(11, 6), constrained_layout=True)
     axes = list(grid.flat)
     for axis, panel in zip(axes, PANELS, strict=False):

@@ -68,7 +68,7 @@ def scored(tree: RolloutTree, *, mixed: bool = True) -> ScoredTree:
         rewards,
         (rewards > 0.5).astype(float),
         np.ones(leaves, bool),
-        terms={"verified": rewards},
+        terms={"verified": rewards, "judged": (rewards > 0.5).astype(float)},
         answers=["4"] * (leaves - 1) + [None],
         format_faults=[""] * leaves,
     )

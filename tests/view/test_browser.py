@@ -94,6 +94,23 @@ def test_pages_show_the_run_and_request_nothing_else(run: RunDirectory) -> None:
     assert [url for url in page.requests if not url.startswith(own)] == []
 
 
+def test_verdicts_and_the_numbers_of_tokens_are_shown(run: RunDirectory) -> None:
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/1/0?leaf=0", DRAWN)
+            assert "judgeright" in await page.value("document.querySelector('.scores').textContent")
+            over = "new PointerEvent('pointerover', {bubbles: true})"
+            await page.value(f"document.querySelector('.card.model .t').dispatchEvent({over})")
+            shown = await page.value("document.getElementById('tooltip').textContent")
+            for name in ("token", "log-prob", "probability", "entropy", "ratio", "advantage"):
+                assert name in shown
+            await page.open(f"{address}#/trees/run/1/0?leaf=2", DRAWN)
+            await page.until("document.querySelector('.scores').textContent.includes('judgewrong')")
+
+        with_browser(work)
+
+
 def test_exported_file_shows_the_same(run: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     command = [sys.executable, "-m", "arpo_megatron", "view", str(run.path), "--html", str(file), "--trees", "99"]

@@ -92,6 +92,7 @@ def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) ->
     assert branch == {"dH": 0.25, "probability": 0.75, "draw": 0.5, "why": "draw"}
     assert [leaf["advantages"] for leaf in tree["leaves"]] == [[0.5], [0.0], [-0.5]]
     assert [leaf["answer"] for leaf in tree["leaves"]] == ["4", "4", None]
+    assert [leaf["terms"]["judged"] for leaf in tree["leaves"]] == [1.0, 0.0, 0.0]
     unfinished = client.get("/data/run/trees/2/2").json()
     assert [leaf["reward"] for leaf in unfinished["leaves"]] == [None] * 3
     assert client.get("/data/run/trees/held-out-4/0").json()["leaves"][0]["reward"] == 1.0
