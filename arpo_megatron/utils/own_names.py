@@ -1,4 +1,4 @@
-"""Requests of web sites to a server of this machine: the Host and Origin headers that tell them from the user's own."""
+"""Requests of web sites to a server of this machine, known by their Host and Origin headers."""
 
 import ipaddress
 import socket
