@@ -83,7 +83,7 @@ def health(run: RunName, cluster: ClusterOfRun = None) -> None:
         print_health(local)
     else:
         runs.print_health(runs.find_run(run, cluster))
-    next_command(f"arpo logs {run} --role ROLE")
+    next_command(f"arpo logs {run} --service NAME")
 
 
 @app.command(rich_help_panel=Panel.LOOK)

@@ -213,7 +213,16 @@ async function runContent(at) {
     services.map((one) => [one.up, one.restarts]),
   ]);
   const draw = () =>
-    runPage({ main: at.name, shown, pages: now.pages, services, axis: at.x ?? "step", link: change, rerender, treesLink });
+    runPage({
+      main: at.name,
+      shown,
+      pages: now.pages,
+      services,
+      axis: at.x ?? "step",
+      link: change,
+      rerender,
+      treesLink,
+    });
   return { signature, draw };
 }
 
