@@ -31,7 +31,7 @@ def main() -> None:
         print(f"arpo: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)
     except ProcessDiedError as error:
-        print(f"arpo: {error}", file=sys.stderr)
+        print(f"arpo: {str(error).rstrip()}", file=sys.stderr)  # the log of a killed process may be empty
         if hint := _resume_hint():
             print(f"arpo: after fixing the cause, {hint}", file=sys.stderr)
         sys.exit(1)

@@ -12,6 +12,7 @@ from arpo_megatron.__main__ import main
 from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.plan import report
+from arpo_megatron.utils.processes import ProcessDiedError
 from tests.view.stored_run import STEPS, make_run
 
 Arpo = Callable[..., tuple[int, str, str]]
@@ -111,6 +112,21 @@ def test_group_without_a_command_prints_its_help(arpo: Arpo, group: list[str]) -
     code, output, error = arpo(*group)
     assert code == 2 and "Traceback" not in error
     assert f"Usage: {' '.join(['arpo', *group])}" in output + error
+
+
+def test_cause_of_a_failed_job_stands_last(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double raises the error: a killed process that logged nothing would need a job."""
+
+    def fail(_: object) -> int:
+        raise ProcessDiedError("train was killed by SIGKILL; log: train.log\n")
+
+    monkeypatch.setattr("arpo_megatron.cli.main.run_command", fail)
+    code, _, error = arpo("train", "quickstart")
+    assert code == 1
+    assert error == (
+        "arpo: train was killed by SIGKILL; log: train.log\n"
+        "arpo: after fixing the cause, the same command with --resume continues from the last step\n"
+    )
 
 
 def test_version_names_the_commit(arpo: Arpo) -> None:
