@@ -160,14 +160,19 @@ def load(point: ExtensionPoint, name: str) -> Any:
     if (own := BUILTIN.get(point, {}).get(name)) is not None:
         offered.append(metadata.EntryPoint(name, own, point.value))
     if not offered:
+        if name.endswith(".py"):
+            raise UserError(f"{point.label} {name!r}: also name what the file defines, like {name}:NAME")
         known = names(point)
         raise UserError(f"unknown {point.label} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
     if len(found := sorted({entry.value for entry in offered})) > 1:
         raise UserError(f"the {point.label} {name!r} is offered twice, as {' and '.join(found)}: uninstall one")
     try:
         return offered[0].load()
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"the {point.label} {name!r} cannot be imported from {offered[0].value}: {error}") from None
+    except Exception as error:  # the package is the user's: anything can go wrong in it
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise UserError(
+            f"the {point.label} {name!r} cannot be imported from {offered[0].value}: {kind}{error}"
+        ) from error
 
 
 def in_file(name: str) -> tuple[Path, str] | None:
@@ -206,7 +211,8 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[spec.name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else 0)
-        raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(f"{path}, line {line}: {type(error).__name__}: {reason}") from error
     return module
 
 
@@ -227,6 +233,10 @@ def params_of(component: type) -> list[str]:
     return [field.name for field in fields if field.init]
 
 
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.init and field.default is field.default_factory is dataclasses.MISSING
+
+
 def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
     """Construct the component of that name: each field from `given`, or its default. A reward may be a function.
 
@@ -241,6 +251,10 @@ def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
             return component
         raise UserError(f"the {point.label} {name!r} is not a dataclass; docs/guides/extending.md shows one")
     values = {field: given[field] for field in params_of(component) if field in given}
+    if unset := [
+        field.name for field in dataclasses.fields(component) if _is_required(field) and field.name not in values
+    ]:
+        raise UserError(f"the {point.label} {name!r} needs the params {', '.join(unset)}, which have no default")
     types = get_type_hints(component, include_extras=True)
     try:
         for field, value in values.items():

@@ -193,8 +193,9 @@ class RolloutTree:
         step: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        self.needs: dict[int, int] = {}
-        """First MODEL segment of a trajectory that could start only when another had ended -> the leaf of that one."""
+        self.needs: dict[int, tuple[int, ...]] = {}
+        """First MODEL segment of a trajectory whose start depended on other trajectories -> their TOOL segments that
+        decided about it. Empty for a tree that has lost branches: see that of `grown`."""
         self.lost: LostBranches | None = None  # None: no tool call has failed
         self.answered_shares: dict[str, float] = {}
         """Share of a tool's calls that were answered around the time of this tree; only for tools whose calls fail."""
@@ -340,7 +341,7 @@ class RolloutTree:
             "step": self.step,
             "seconds": self.seconds,
             "segments": [_segment_to_dict(segment) for segment in self.segments],
-            "needs": [list(pair) for pair in self.needs.items()],
+            "needs": [[first, list(calls)] for first, calls in self.needs.items()],
             "answered_shares": self.answered_shares,
             "lost": self.lost and {"grown": self.lost.grown.to_dict(), "trajectories": self.lost.trajectories},
         }
@@ -369,7 +370,7 @@ class RolloutTree:
             if unknown := given.keys() - _FIELDS:
                 raise ValueError(f"unknown segment fields: {', '.join(sorted(unknown))}")
             tree.add(given.pop("parent"), Role(given.pop("role")), given.pop("token_ids"), **given)
-        tree.needs = dict(data.get("needs") or ())
+        tree.needs = {first: tuple(calls) for first, calls in data.get("needs") or ()}
         tree.answered_shares = dict(data.get("answered_shares") or {})
         if lost := data.get("lost"):
             tree.lost = LostBranches(cls.from_dict(lost["grown"]), int(lost["trajectories"]))

@@ -45,7 +45,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "a_reward_of_others-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-reward-of-others\nVersion: 1.0\n")
-    entries = ["half = a_reward_of_others:Half", "arpo = a_reward_of_others:Half", "gone = a_reward_of_others:Gone"]
+    (tmp_path / "a_broken_module.py").write_text("raise RuntimeError('no GPU here')")
+    entries = [
+        "half = a_reward_of_others:Half",
+        "arpo = a_reward_of_others:Half",
+        "gone = a_reward_of_others:Gone",
+        "broken = a_broken_module:Half",
+    ]
     policies = [f"[{ExtensionPoint.BRANCH_POLICY}]", "apart = a_reward_of_others:Apart"]
     (info / "entry_points.txt").write_text("\n".join([f"[{ExtensionPoint.REWARD}]", *entries, *policies]))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -71,6 +77,7 @@ def test_entry_point_adds_component() -> None:
         ("hlaf", ["unknown reward 'hlaf'", "did you mean half?", "known: ", "arpo_released"]),
         ("arpo", ["offered twice", "a_reward_of_others:Half", "ArpoReward"]),
         ("gone", ["cannot be imported from a_reward_of_others:Gone"]),
+        ("broken", ["cannot be imported from a_broken_module:Half: RuntimeError: no GPU here"]),
     ],
 )
 def test_unloadable_component_is_one_line(name: str, parts: list[str]) -> None:
@@ -103,6 +110,16 @@ def test_params_belong_to_component_and_are_typed() -> None:
         check_params([(ExtensionPoint.REWARD, "arpo")], {"tool_bonsu": 1})
     with pytest.raises(UserError, match=r"reward arpo: tool_bonus: .*number"):
         make(ExtensionPoint.REWARD, "arpo", {"tool_bonus": "much"})
+
+
+def test_component_with_a_param_that_has_no_value_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Strict:\n    level: int\n    base: int = 1\n"
+    )
+    with pytest.raises(UserError, match="needs the params level, which have no default"):
+        make(ExtensionPoint.REWARD, f"{path}:Strict", {"base": 2})
+    assert make(ExtensionPoint.REWARD, f"{path}:Strict", {"level": 2}).base == 1
 
 
 USER_FILE = """
@@ -143,7 +160,8 @@ def test_function_of_a_file_is_a_reward(tmp_path: Path, monkeypatch: pytest.Monk
         ("{}:skore", "has no 'skore'; did you mean score?"),
         ("{}:two", r"has the arguments \(question, answer\), not \(question, answer, trajectory\)"),
         ("{}.py:score", "no such file"),
-        ("broken.py:score", "line 2: SyntaxError"),
+        ("mine.py", "also name what the file defines, like mine.py:NAME"),
+        ("broken.py:score", "line 2: SyntaxError: [^(]*$"),
     ],
 )
 def test_unusable_function_is_one_line(
@@ -172,3 +190,23 @@ def test_recipe_of_a_file_resolves_with_its_variants(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("")
     with pytest.raises(UserError, match=r"none.py has no function recipe\(\)"):
         resolve(str(tmp_path / "none.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def recipe(): return 3", r"recipe\(\) returned a int, not a JobConfig"),
+        ("def recipe(): return 1 / 0", r"recipe\(\) failed: ZeroDivisionError"),
+        (
+            "from arpo_megatron.config import RolloutConfig\ndef recipe(): return RolloutConfig(max_tool_calls=-1)",
+            r"recipe\(\) failed: ValidationError: .*max_tool_calls",
+        ),
+        ("from arpo_megatron.recipes.quickstart import recipe\nVARIANTS = {'long': 3}", "VARIANTS must map a name"),
+    ],
+)
+def test_unusable_recipe_of_a_file_is_one_line(tmp_path: Path, code: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(UserError, match=message) as caught:
+        resolve(f"{path}+long")
+    assert "\n" not in str(caught.value)

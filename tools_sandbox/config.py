@@ -25,6 +25,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 24, strict=True)]
 """A size of up to 16 TiB, which the kernel accepts wherever it takes a size."""
 Flag = Annotated[bool, Field(strict=True)]
+HttpAddress = Annotated[str, Field(pattern=r"^https?://[^/\s]")]
 
 
 class ConfigError(ValueError):
@@ -102,7 +103,7 @@ class Source:
 class DenseConfig:
     """A dense retriever behind HTTP: POST {"queries": [...], "topk": k} -> {"result": [[{"document": {...}}]]}."""
 
-    url: str
+    url: HttpAddress
     """Full address of its endpoint, e.g. http://retriever:8000/retrieve."""
     timeout_s: Seconds = 20.0
     """Time limit of one attempt in seconds."""
@@ -116,7 +117,7 @@ class WebConfig:
 
     provider: Literal["serper", "brave", "searxng"]
     """Provider, which decides the format of requests and answers."""
-    url: str | None = None
+    url: HttpAddress | None = None
     """Address of its endpoint. None: the provider's public one (searxng has none)."""
     key_variable: str | None = None
     """Environment variable that holds the key, which serper and brave need. No file contains the key itself."""
@@ -137,7 +138,7 @@ class WebConfig:
 class SummaryConfig:
     """A model that summarises pages, at an OpenAI-compatible endpoint. The tool returns its summary, not the page."""
 
-    url: str
+    url: HttpAddress
     """Base address, e.g. http://127.0.0.1:30000/v1."""
     model: str
     """Name of the model at the endpoint."""
@@ -191,7 +192,7 @@ class BrowseConfig:
 
     enabled: Flag = False
     """Offer the tool."""
-    base_url: str | None = None
+    base_url: HttpAddress | None = None
     """Address of a site, such as a mirror of an encyclopedia, that relative addresses of calls belong to."""
     allow_networks: tuple[str, ...] = ()
     """Networks in CIDR notation that may be read although they are not public, e.g. a mirror in an intranet."""

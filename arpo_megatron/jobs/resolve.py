@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -115,9 +115,9 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     name, *wanted = split_recipe(recipe)
     module = _recipe_module(name)
     found = [Layer(Source.DEFAULT, "", dump_config(JobConfig(name=Path(name).stem)))]
-    if (base := getattr(module, "base", None)) is not None:
-        found.append(Layer(Source.BASE, base.__name__, dump_config(base())))
-    found.append(Layer(Source.RECIPE, name, dump_config(module.recipe())))
+    if callable(base := getattr(module, "base", None)):
+        found.append(Layer(Source.BASE, base.__name__, _values_of(base, name)))
+    found.append(Layer(Source.RECIPE, name, _values_of(module.recipe, name)))
     variants = _variants(name)
     for variant in wanted:
         if variant not in variants:
@@ -217,7 +217,28 @@ def override_layers(overrides: Sequence[str]) -> list[Layer]:
 
 def _variants(recipe: str) -> Mapping[str, Mapping[str, Any]]:
     variants: Mapping[str, Mapping[str, Any]] = getattr(_recipe_module(recipe), "VARIANTS", {})
+    if not isinstance(variants, Mapping) or not all(isinstance(each, Mapping) for each in variants.values()):
+        raise UserError(f"{recipe}: VARIANTS must map a name to values by key, like {{'long': {{'train.steps': 77}}}}")
     return variants
+
+
+def _values_of(make: Callable[[], JobConfig], recipe: str) -> dict[str, Any]:
+    """Return the config of a recipe as nested values. Raises UserError if its function fails or returns another type.
+
+    Args:
+        make: its function `recipe` or `base`.
+        recipe: its name or file.
+    """
+    try:
+        job = make()
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's: anything can go wrong in it
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{recipe}: {make.__name__}() failed: {reason}") from error
+    if not isinstance(job, JobConfig):
+        raise UserError(f"{recipe}: {make.__name__}() returned a {type(job).__name__}, not a JobConfig")
+    return dump_config(job)
 
 
 def _recipe_module(name: str) -> ModuleType:

@@ -47,7 +47,7 @@ from arpo_megatron.rollout.limits import NO_CALLS, AnsweredCall, CallHistory
 from arpo_megatron.rollout.lost_branches import (
     AllBranchesLostError,
     lost_message,
-    needed_trajectories,
+    needed_calls,
     without_lost_branches,
 )
 from arpo_megatron.rollout.node import Node, depth_first
@@ -395,7 +395,8 @@ class TreeGrower:
                 rewards=node.rewards,
                 ended_s=node.ended_s,
             )
-        tree.needs = needed_trajectories(tree, keys, probed=isinstance(self._context.policy, ProbingPolicy))
+        probed = isinstance(self._context.policy, ProbingPolicy)
+        tree.needs = needed_calls(tree, keys, probed=probed, shared_round=self._forks.shared_round)
         return tree
 
 

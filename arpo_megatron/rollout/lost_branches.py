@@ -4,13 +4,12 @@ A call fails if the tool service, the network or a provider fails, also when it 
 model could read, so the path cannot continue, and its text must not be trained as if it had ended there. It loses
 
 - the segments that no other trajectory shares;
-- the forks that are reserved for the path: they could only start below the failed call or after the path's end. A pool
-  of forks (`PooledForks`) keeps them for other paths.
+- the forks that depend on it: those that are reserved for the path, or those that a pool grants later
+  (`PooledForks`), which it would share with the path.
 
-With reserved forks, a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory
-is in it exactly if all calls that it needs were answered: those on its path, and those on the path of the trajectory
-that had to end before it started (`RolloutTree.needs`). `algorithms/advantages/lost.py` weighs the remaining ones
-accordingly.
+So a tree with failed calls is the tree without failures minus some of its trajectories. A trajectory is in it exactly
+if all calls that it needs were answered: those on its path, and those of other paths that decided about its start
+(`RolloutTree.needs`). `algorithms/advantages/lost.py` weighs the remaining ones accordingly.
 """
 
 from collections import defaultdict
@@ -54,22 +53,47 @@ def lost_message(reasons: Mapping[str, str]) -> str:
     return f"failed tool calls have ended all trajectories ({why or 'see an earlier message'})"
 
 
-def needed_trajectories(tree: RolloutTree, keys: Sequence[PathKey], *, probed: bool) -> dict[int, int]:
+def needed_calls(
+    tree: RolloutTree, keys: Sequence[PathKey], *, probed: bool, shared_round: int | None
+) -> dict[int, tuple[int, ...]]:
     """Return `RolloutTree.needs` of a tree that has grown.
 
     Args:
         tree: the tree.
         keys: path key of each segment.
         probed: all trajectories but the first could start only when that one had ended.
+        shared_round: see `ForkBudget`.
     """
+    segments, children = tree.segments, tree.children()
+    is_tool = [segment.role is Role.TOOL for segment in segments]
     # Continuations have the key of the segment that they continue; the last one ends the path.
-    ends = {key: index for index, key in enumerate(keys) if tree.segments[index].role is Role.MODEL}
-    needs: dict[int, int] = {}
-    for first in tree.children()[0]:
-        if ended := ended_path_key(keys[first]):  # () for what a pool had left
-            needs[first] = ends[ended]
-        elif probed and first != 1:
-            needs[first] = tree.leaves()[0]  # the probe does not fork
+    ends = {key: index for index, key in enumerate(keys) if segments[index].role is Role.MODEL}
+    fresh = {first: ended for first in children[0] if (ended := ended_path_key(keys[first])) is not None}
+    rounds = [0] * len(segments)  # tool results up to a segment; negative in fresh trajectories, which do not fork
+    for index, segment in enumerate(segments[1:], start=1):
+        rounds[index] = -len(segments) if index in fresh else rounds[segment.parent] + is_tool[index]
+    needs: dict[int, tuple[int, ...]] = {}
+
+    def calls_of(leaf: int) -> tuple[int, ...]:
+        path = tree.path(leaf)
+        return (
+            *(index for index in path if is_tool[index]),
+            *(call for index in path for call in needs.get(index, ())),
+        )
+
+    def calls_until(last: int) -> tuple[int, ...]:
+        return tuple(index for index, tool in enumerate(is_tool) if tool and 0 < rounds[index] <= last)
+
+    for first in children[0]:
+        if ended := fresh.get(first):
+            needs[first] = calls_of(ends[ended])
+        elif first in fresh and shared_round is not None:
+            needs[first] = calls_until(max(rounds))
+        elif first not in fresh and probed and first != 1:
+            needs[first] = calls_of(tree.leaves()[0])  # the probe does not fork
+    for tool, below in enumerate(children):
+        if is_tool[tool] and shared_round is not None and rounds[tool] >= shared_round:
+            needs |= dict.fromkeys(below[1:], calls_until(rounds[tool]))
     return needs
 
 
@@ -97,6 +121,5 @@ def without_lost_branches(grown: RolloutTree, trajectories: int, reasons: Mappin
     for index, segment in enumerate(grown.segments):
         if index and kept[index]:
             places[index] = tree.append(places[segment.parent], segment)
-    tree.needs = {places[first]: places[leaf] for first, leaf in grown.needs.items() if first in places}
     tree.lost = LostBranches(grown, trajectories)
     return tree

@@ -22,6 +22,7 @@ from arpo_megatron.algorithms.advantages.lost import pair_weights
 from arpo_megatron.algorithms.advantages.rloo import LeaveOneOut
 from arpo_megatron.algorithms.base import AdvantageEstimator, Group
 from arpo_megatron.algorithms.branching import BranchPolicy, make_branch_policy
+from arpo_megatron.algorithms.branching.budget import PooledForks
 from arpo_megatron.algorithms.credit import TreeShape, leaf_weights
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.request import EngineFinish, Generation, Sampling
@@ -49,7 +50,9 @@ FAILURES = {"python": 0.1, "search": 0.15}
 SHARES = {tool: 1 - chance for tool, chance in FAILURES.items()}
 REWARDS = {"no call": 0.2, "yes": 1.0, "yes!": 0.6, "no!": 0.0}
 POLICY = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0, fork_budget="reserved")
-POOLED = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0)
+POOLED = arpo(4, 2, k=1, branch_probability=0.8, entropy_weight=0.0)
+SCARCE = arpo(3, 2, k=1, branch_probability=0.8, entropy_weight=0.0)
+"""The pool suffices for the first round of fork points, and does not."""
 
 
 @dataclass
@@ -213,13 +216,29 @@ def group(tree: RolloutTree) -> Group:
 
 
 def test_expected_gradient_does_not_depend_on_failures(all_trees: list[Any]) -> None:
-    intact = without_failures(all_trees)
-    assert math.isclose(sum(p for _, p, _ in all_trees), 1.0, abs_tol=1e-12)
-    assert math.isclose(sum(p for _, p, _ in intact), 1.0, abs_tol=1e-12)
     assert sum(tree is not None and tree.lost is not None for tree, _, _ in all_trees) > 300
-    assert all(tree.planned == 4 for tree, _, _ in all_trees if tree is not None)
+    check_expected_gradient(all_trees, planned=4)
+
+
+@pytest.mark.parametrize("policy", [POOLED, SCARCE])
+def test_expected_gradient_of_pooled_forks_does_not_depend_on_failures(policy: BranchPolicy) -> None:
+    trees = list(enumerate_trees(policy))
+    check_expected_gradient(trees, policy.total)
+    first = PooledForks(policy)
+    first.start(policy.initial)
+    shared = [segment for tree, _, _ in trees if tree is not None for segment in tree.grown.needs]
+    assert first.shared_round == (2 if policy is POOLED else 1) and shared
+
+
+def check_expected_gradient(trees: list[Any], planned: int) -> None:
+    intact = without_failures(trees)
+    assert math.isclose(sum(p for _, p, _ in trees), 1.0, abs_tol=1e-12)
+    assert math.isclose(sum(p for _, p, _ in intact), 1.0, abs_tol=1e-12)
+    assert all(tree.planned == planned for tree, _, _ in trees if tree is not None)
+    kept = sum(p * len(tree.leaves()) for tree, p, _ in trees if tree is not None)
+    print(f"{1 - kept / planned:.3f} of the trajectories are lost")
     for estimator in (Centred(), LeaveOneOut()):
-        target, found = expected(intact, by(estimator)), expected(all_trees, by(estimator, SHARES))
+        target, found = expected(intact, by(estimator)), expected(trees, by(estimator, SHARES))
         assert np.abs(target).max() > 0.002
         np.testing.assert_allclose(found, target, rtol=0, atol=1e-15)
 
@@ -237,15 +256,6 @@ def test_bias_without_correction_and_of_normalised_groups_is_known(all_trees: li
     print(f"centred without correction {plain:.3f}, group {normal:.3f}, group without correction {uncorrected:.3f}")
     assert plain > 0.1 > normal
     assert normal < uncorrected
-
-
-def test_bias_of_a_pooled_budget_is_known() -> None:
-    """The forks of a lost path go to other paths, so the survivors' tree depends a little on failures."""
-    trees = list(enumerate_trees(POOLED))
-    target = expected(without_failures(trees), by(Centred()))
-    bias = float(np.linalg.norm(expected(trees, by(Centred(), SHARES)) - target) / np.linalg.norm(target))
-    print(f"pooled: centred {bias:.3f}")
-    assert 0 < bias < 0.1
 
 
 def drawn_tree(seed: int, name: str = "arpo") -> tuple[RolloutTree | None, BranchPolicy]:
@@ -318,15 +328,16 @@ def test_shares_of_answered_calls_forget_an_outage() -> None:
 
 @pytest.mark.slow_campaign
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", [POLICY, POOLED], ids=["reserved", "pooled"])
 @pytest.mark.parametrize("chance", [0.05, 0.10, 0.15])
-def test_ten_thousand_trees_agree_with_the_estimate_without_failures(all_trees: list[Any], chance: float) -> None:
+def test_ten_thousand_trees_agree_with_the_estimate_without_failures(policy: BranchPolicy, chance: float) -> None:
     """The shares of answered calls are estimated as in a run."""
-    target = expected(without_failures(all_trees), by(LeaveOneOut()))
+    target = expected(without_failures(list(enumerate_trees(policy))), by(LeaveOneOut()))
     rng, known = random.Random(7), AnsweredShares()
     failures = dict.fromkeys(FAILURES, chance)
     found, plain = [], []
     for _step in range(100):
-        drawn = [grow_with(Choices(rng=rng), failures) for _ in range(100)]
+        drawn = [grow_with(Choices(rng=rng), failures, policy) for _ in range(100)]
         advantages = by(LeaveOneOut(), known.add(grower.calls for _, grower in drawn))
         trees = [tree for tree, _ in drawn if tree is not None]
         found.append(sum(gradient(tree, advantages(tree)) for tree in trees) / len(drawn))

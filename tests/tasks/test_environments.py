@@ -92,6 +92,40 @@ def test_environment_is_made_by_name_and_begins_the_conversation() -> None:
         environment_maker("slq", {})
 
 
+BROKEN = """
+from dataclasses import dataclass
+
+@dataclass
+class Broken:
+    replayable: bool = True
+    closes: bool = True
+
+    def reset(self, task):
+        raise RuntimeError("no database")
+
+    def step(self, action): ...
+
+    def close(self):
+        assert self.closes
+
+@dataclass
+class Half:
+    replayable: bool = True
+"""
+
+
+def test_environment_that_does_not_work_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(BROKEN)
+    begin = environment_prompt(environment_maker(f"{path}:Broken", {}), None)
+    with pytest.raises(UserError, match=r"environment Broken cannot begin with task t: RuntimeError\('no database'\)"):
+        begin(TASK)
+    with pytest.raises(UserError, match=r"close\(\) failed: AssertionError"):
+        environment_maker(f"{path}:Broken", {"closes": False})
+    with pytest.raises(UserError, match="has no reset, step, close"):
+        environment_maker(f"{path}:Half", {})
+
+
 def test_listing_of_the_page_is_an_environment() -> None:
     (listing,) = re.findall(r"```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}

@@ -219,6 +219,23 @@ def test_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert "no column reward_model.ground_truth or answer" in read.bad_rows[1].reason
 
 
+def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_text(json.dumps(PLAIN[0]) + '\n{"question": "\\ud800", "answer": "1"}\n')
+    read = read_tasks(DataConfig(kind="files", path=path))
+    assert len(read.tasks) == 1
+    assert [row.reason for row in read.bad_rows] == ["half of a surrogate pair, which is no character"]
+
+
+@pytest.mark.parametrize("body", ["yield {}; raise ValueError('bad byte')", "return None"])
+def test_reader_that_fails_is_one_line(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"import dataclasses\n@dataclasses.dataclass\nclass Own:\n    def rows(self, path): {body}\n")
+    with pytest.raises(UserError, match=r"data\.reader Own failed at or after row 0") as caught:
+        read_tasks(DataConfig(kind="files", path=path, reader=f"{path}:Own"))
+    assert "\n" not in str(caught.value)
+
+
 def test_tasks_on_disk_equal_those_in_memory(tmp_path: Path) -> None:
     rows = [{"question": f"{n} + {n}? " + "x" * 50, "answer": 2 * n} for n in range(1300)]
     data = DataConfig(kind="files", path=write_lines(tmp_path / "many.jsonl", rows))

@@ -48,7 +48,7 @@ def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) 
 @pytest.mark.parametrize(
     ("server", "parts"),
     [
-        (McpServerConfig(sys.executable, args=("-c", "exit(3)")), ["mcp.a", "does not start"]),
+        (McpServerConfig(sys.executable, args=("-c", "exit(3)")), ["mcp.a", "does not start: its process has ended"]),
         (McpServerConfig("/no/such/program"), ["mcp.a", "/no/such/program"]),
         (McpServerConfig(sys.executable, args=(CARELESS,), tools=("sub",)), ['"sub"', "slow"]),
         (

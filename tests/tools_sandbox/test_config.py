@@ -25,6 +25,8 @@ from tools_sandbox.config import ConfigError, SandboxConfig, Source, load_config
         ("limits: {open_files: 3}\n", ["limits.open_files", "greater than or equal to 16"]),
         ("limits: {processes: 5000000}\n", ["limits.processes", "less than or equal to 1048576"]),
         ("limits: {time_s: 1.0e+300}\n", ["limits.time_s", "less than"]),
+        ("search: {engine: dense, dense: {url: 'host:80'}}", ["search.dense.url", "https?://", "host:80"]),
+        ("browse: {base_url: 'file:///etc'}", ["browse.base_url", "https?://"]),
         ("- 1\n", ["top level"]),
         ("a: [\n", ["not YAML"]),
     ],

@@ -26,6 +26,10 @@ log = logging.getLogger("tools_sandbox")
 _START_TIMEOUT_S = 60.0
 
 
+class ConnectError(RuntimeError):
+    """A server did not start or did not speak the protocol; the text has the reason."""
+
+
 class McpServer:
     """One server and its connection, which is opened again after either has ended. Belongs to one event loop."""
 
@@ -59,7 +63,7 @@ class McpServer:
             raise
         except BaseException as error:  # includes the library's exception groups
             if not connected.done():
-                connected.set_exception(RuntimeError(_innermost(error)))
+                connected.set_exception(ConnectError(_innermost(error)))
             else:
                 log.warning("an MCP server ended", extra={"server": self.name, "reason": _innermost(error)})
         finally:
@@ -141,6 +145,8 @@ async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
         raise ConfigError(f"mcp.{server.name}: {config.command} does not start: there is no such program")
     try:
         offered = {tool.name: tool for tool in (await (await server.client()).list_tools()).tools}
+    except ConnectError as error:
+        raise ConfigError(f"mcp.{server.name}: {config.command} does not start: {error}") from error
     except Exception as error:
         raise ConfigError(f"mcp.{server.name}: {config.command} does not start: {_innermost(error)}") from error
     wanted = list(offered) if config.tools is None else config.tools
@@ -154,4 +160,6 @@ def _innermost(error: BaseException) -> str:
     """Return one line about the cause inside a group of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, mcp.MCPError) and error.code == CONNECTION_CLOSED:
+        return "its process has ended or has closed its output; the log has what it wrote"
     return " ".join(f"{type(error).__name__}: {error}".split())

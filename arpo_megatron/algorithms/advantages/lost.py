@@ -6,10 +6,11 @@ than two others. Each pair is weighted by the inverse of its chance to remain (H
 
     A_i = 1/M * sum_j (r_i - r_j) / pi_ij        pi_ij = product of p over the calls that i or j needs
 
+The calls that a trajectory needs are those on its path, and those that decided about its start (`RolloutTree.needs`).
 M is the number of trajectories without failures, p the share of a tool's calls that are answered
 (`RolloutTree.answered_shares`). With the weights 1/(M |o_i|) of `loss_aggregation=sequence-mean`, the expected gradient
-over independent failures is then exactly that without failures (`tests/rollout/test_lost_branches.py` enumerates a
-small policy).
+over independent failures is then exactly that without failures, with pooled and with reserved forks
+(`tests/rollout/test_lost_branches.py` enumerates a small policy).
 Without failed calls, A_i = r_i - mean(r).
 """
 
@@ -18,7 +19,7 @@ import numpy as np
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.types import Floats
-from arpo_megatron.tree import RolloutTree
+from arpo_megatron.tree import FAILED_CALL, RolloutTree
 
 MAX_PAIR_WEIGHT = 10.0
 """Bound of 1 / pi_ij: in an outage, single trajectories would otherwise get any weight."""
@@ -48,16 +49,16 @@ def pair_weights(tree: RolloutTree) -> Floats:
     """Return float64[leaves, leaves], the inverse chance that both trajectories are in the tree, at most
     `MAX_PAIR_WEIGHT`.
     """
-    rates = tree.answered_shares
-    shape = TreeShape(tree)
-    rows = {int(leaf): row for row, leaf in enumerate(shape.leaves)}
+    grown, rates = tree.grown, tree.answered_shares
+    shape = TreeShape(grown)
     needed = shape.on_path.copy()
     for row, leaf in enumerate(shape.leaves):
-        above = tree.needs.get(tree.path(int(leaf))[1])
-        while above is not None:
-            needed[row] |= shape.on_path[rows[above]]
-            above = tree.needs.get(tree.path(above)[1])
-    calls = [None if s.tool is None or s.tool.status not in _ANSWERED else s.tool.name for s in tree.segments]
+        for segment in grown.path(int(leaf)):
+            needed[row, list(grown.needs.get(segment, ()))] = True
+    tools = [segment.tool for segment in grown.segments]
+    remain = [record is None or record.status != FAILED_CALL for record in (tools[leaf] for leaf in shape.leaves)]
+    calls = [None if tool is None or tool.status not in _ANSWERED else tool.name for tool in tools]
     logs = np.array([0.0 if tool is None else -np.log(rates.get(tool, 1.0)) for tool in calls])
+    needed = needed[remain]
     pairs = needed[:, None, :] | needed[None, :, :]
     return np.asarray(np.minimum(np.exp(pairs @ logs), MAX_PAIR_WEIGHT))

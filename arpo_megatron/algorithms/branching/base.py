@@ -112,6 +112,11 @@ class ForkingPolicy:
         return self.config.group_size
 
     @property
+    def max_siblings(self) -> int:
+        """Return the most siblings of one fork, Z - 1."""
+        return self.config.beam_size - 1
+
+    @property
     def reserves_forks(self) -> bool:
         """Whether forks are reserved by path (`budget.ReservedForks`) instead of pooled by task."""
         return self.config.fork_budget == "reserved"

@@ -3,6 +3,7 @@
 Both budgets grant the same forks whatever request came back first, and no path waits for a grant.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,12 @@ class PathEnd:
 class ForkBudget(Protocol):
     """Distributes the M - N forks of a task."""
 
+    @property
+    def shared_round(self) -> int | None:
+        """First round whose forks depend on the calls of other paths. A path's fork after its n-th tool result is in
+        round n, and what is left for fresh trajectories is in the last round. None: no round does.
+        """
+
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
         """Return the `initial` paths from the prompt, without the first `started` ones, which may not fork."""
 
@@ -81,6 +88,11 @@ class ReservedForks:
 
     policy: BranchPolicy
     _initial: int = 0
+
+    @property
+    def shared_round(self) -> int | None:
+        """None."""
+        return None
 
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
         """Return the paths with their shares."""
@@ -114,25 +126,36 @@ class PooledForks:
     ended, in the order of path keys. The measured paths have continued meanwhile: siblings start from the tool result
     whenever the grant comes, and take part from the next round on. Forks that are left when all paths have ended become
     fresh trajectories. Paths are measured after the pool is spent too: that moment depends on time, the tree must not.
+
+    A path that a failed call has ended would have taken forks, and the pool cannot know how many. So that every fork
+    that is granted would also have been granted without the failure, a pool grants nothing from the round of the
+    failed call on, except in a first round in which it suffices for all paths. The forks that are left then are lost.
     """
 
     policy: BranchPolicy
     released: bool = False
     """Follow the released code of ARPO and AEPO: a round grants in the order in which paths were started; consecutive
     forks are counted per task, by rounds with a new path; and when all paths have ended, one fresh trajectory is
-    started, which may fork, until the pool is empty."""
+    started, which may fork, until the pool is empty. Failed calls leave the forks of their paths to others."""
+    shared_round: int | None = None
+    """First round whose forks depend on other paths (`ForkBudget`); None if `released`: not corrected."""
     _left: int = 0
     _initial: int = 0
     _round: int = 1
     _streak: int = 0
     _started: int = 0
     _fresh: int = 0
+    _failed_round: float = math.inf
+    """First round that a failed call has kept a path from."""
     _living: list[PathForks] = field(default_factory=list)
     _points: defaultdict[int, list[tuple[ForkPoint, PathForks]]] = field(default_factory=lambda: defaultdict(list))
 
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
         """Fill the pool and return the paths."""
         self._initial, self._left = initial, self.policy.total - initial
+        if not self.released:
+            suffices = (initial - started) * getattr(self.policy, "max_siblings", self._left) <= self._left
+            self.shared_round = 2 if suffices else 1
         return [self._add_path(int(self._left > 0)) for _ in range(initial - started)]
 
     def may_fork(self, path: PathForks) -> bool:
@@ -149,8 +172,13 @@ class PooledForks:
         """Remove the path from all later rounds."""
         if path in self._living:  # not a probe, nor a fresh trajectory that may not fork
             self._living.remove(path)
+            if failed and self.shared_round is not None:
+                self._failed_round = min(self._failed_round, max(path.round, self.shared_round))
         grants = self._decide_rounds()
-        return PathEnd(grants, self._top_up(), lost=int(failed))
+        lost = int(failed)
+        if not self._living and self._failed_round < math.inf:
+            lost, self._left = lost + self._left, 0
+        return PathEnd(grants, self._top_up(), lost)
 
     def _add_path(self, round_: int, streak: int = 0) -> PathForks:
         path = PathForks(round=round_, streak=streak, number=self._started)
@@ -188,7 +216,8 @@ class PooledForks:
 
     def _decide(self, point: ForkPoint, path: PathForks) -> Grant:
         streak = self._streak if self.released else path.streak
-        decision = self.policy.decide(replace(point, budget=self._left, streak=streak))
+        left = self._left if self._round < self._failed_round else 0
+        decision = self.policy.decide(replace(point, budget=left, streak=streak))
         path.streak = path.streak + 1 if decision.siblings else 0
         siblings = [self._add_path(self._round + 1, path.streak) for _ in range(decision.siblings)]
         self._left -= decision.siblings

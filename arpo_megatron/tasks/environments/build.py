@@ -15,7 +15,7 @@ def environment_maker(name: str, params: Mapping[str, Any]) -> MakeEnvironment:
     """Return the function that makes an environment (`rollout.environment`).
 
     Raises:
-        UserError: no package has it, or it refuses a param.
+        UserError: no package has it, it refuses a param, or it lacks a method.
     """
     known = params_of(load(ExtensionPoint.ENVIRONMENT, name))
     for param in params:
@@ -29,7 +29,13 @@ def environment_maker(name: str, params: Mapping[str, Any]) -> MakeEnvironment:
         environment: Environment = make(ExtensionPoint.ENVIRONMENT, name, params)
         return environment
 
-    made().close()
+    first = made()
+    if missing := [part for part in ("replayable", "reset", "step", "close") if not hasattr(first, part)]:
+        raise UserError(f"environment {name} has no {', '.join(missing)}; docs/guides/environments.md shows one")
+    try:
+        first.close()
+    except Exception as error:  # the environment is the user's: anything can go wrong in it
+        raise UserError(f"environment {name}: close() failed: {error!r}") from error
     return made
 
 
@@ -43,14 +49,23 @@ def fork_note(name: str, make_environment: MakeEnvironment) -> str | None:
 
 
 def environment_prompt(make_environment: MakeEnvironment, tokenizer: ChatTokenizer | None) -> Callable[[Task], Task]:
-    """Return the function that gives a task the conversation with which its environment begins."""
+    """Return the function that gives a task the conversation with which its environment begins.
+
+    The function raises UserError if the environment cannot begin with the task.
+    """
 
     def prompted(task: Task) -> Task:
         environment = make_environment()
         try:
             messages = tuple(environment.reset(task))
+            text = chat_text(messages, tokenizer)
+        except UserError:
+            raise
+        except Exception as error:  # the environment is the user's: anything can go wrong in it
+            name = type(environment).__name__
+            raise UserError(f"environment {name} cannot begin with task {task.id}: {error!r}") from error
         finally:
             environment.close()
-        return replace(task, messages=messages, prompt_text=chat_text(messages, tokenizer))
+        return replace(task, messages=messages, prompt_text=text)
 
     return prompted

@@ -1,5 +1,6 @@
 """The tasks of a job's question files (`data.path`)."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from arpo_megatron.tasks.files.rows import Columns
 from arpo_megatron.tasks.files.sources import FileReader, numbered
 from arpo_megatron.utils.table_reader import BadRowError, FileRow
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CHECKED_ROWS = 1000
 """Rows of which one must be usable before a job starts."""
 
@@ -119,6 +121,8 @@ def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer
         row.value()
     )
     text = chat_text(messages, tokenizer)
+    if _SURROGATE.search(text + answer):
+        raise BadRowError("half of a surrogate pair, which is no character")
     if tokenizer is not None and len(text.encode()) > data.max_prompt_tokens:  # no token is shorter than a byte
         length = len(tokenizer.encode(text, add_special_tokens=False))
         if length > data.max_prompt_tokens:

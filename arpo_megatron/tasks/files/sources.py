@@ -43,12 +43,21 @@ class FileReader:
 
 
 def numbered(reader: DataReader | FileReader, path: Path) -> Iterator[FileRow]:
-    """Yield the rows of a reader with their positions."""
+    """Yield the rows of a reader with their positions. Raises UserError if it fails."""
     if isinstance(reader, FileReader):
         yield from reader.rows(path)
         return
-    for number, row in enumerate(reader.rows(path)):
-        yield FileRow(number, f"{_KEY}{path}, row {number} (from 0)", row)
+    number = 0
+    try:
+        for number, row in enumerate(reader.rows(path)):
+            yield FileRow(number, f"{_KEY}{path}, row {number} (from 0)", row)
+    except UserError:
+        raise
+    except Exception as error:  # the reader is the user's: anything can go wrong in it
+        name = type(reader).__name__
+        raise UserError(
+            f"{_KEY}{path}: data.reader {name} failed at or after row {number} (from 0): {error!r}"
+        ) from error
 
 
 def data_files(path: Path, split: str) -> list[Path]:
