@@ -1,4 +1,4 @@
-"""Preflight checks as the first step of a job: one task per node, then a comparison of their reports."""
+"""Preflight checks as the first step of a job: a task for each GPU, then a comparison of the nodes' reports."""
 
 import json
 import re
@@ -6,16 +6,24 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
+from arpo_megatron.cluster.mounts import on_host
 from arpo_megatron.cluster.preflight_node import REPORTED
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.specs import GB
+from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.preflight.bandwidth import SLOW_SHARE, NetworkSpeeds, judge_network
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, show, warning
 from arpo_megatron.launch.preflight.machine import CLOCK_SKEW_S
 from arpo_megatron.launch.supervisor import SupervisedProcess, Supervisor
+from arpo_megatron.models.known import load_spec
+from arpo_megatron.monitor.progress import longest_step_s
+from arpo_megatron.plan.memory import checkpoint_bytes
+from arpo_megatron.plan.timing import LINK_SHARE
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.processes import ProcessDiedError
 
@@ -41,6 +49,10 @@ class Report:
     """Unix time right after the all-reduce, in seconds."""
     ports: list[int]
     """Free TCP ports."""
+    network: NetworkSpeeds | None = None
+    """Speeds that all ranks measured together; None if they did not."""
+    disk_gb_s: float | None = None
+    """GB/s from this node to the run directory while all nodes write."""
 
 
 def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll: Callable[[], None]) -> None:
@@ -66,7 +78,8 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
     )
     variables = {"ARPO_NODE_ADDRESSES": addresses, "MASTER_PORT": str(port)}
     names = [node.name for node in backend.nodes]
-    step = supervisor.start("doctor", backend.step("doctor", backend.nodes, 1, command), env=variables)
+    tasks = max(1, backend.layout.gpus)
+    step = supervisor.start("doctor", backend.step("doctor", backend.nodes, tasks, command), env=variables)
     limit_s = START_S if backend.profile.container is None else IMAGE_S
     died: ProcessDiedError | None = None
     try:
@@ -78,7 +91,10 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
     reports = {name: found for name in names if (found := _report(backend.run, name))}
     reported = [(name, item) for name in reports for item in reports[name].findings]
     logged = _logged(step) if died else []
-    findings = [*logged, *reported, *([] if died else compare_reports(reports, names))]
+    compared = [] if died else compare_reports(reports, names)
+    if not died and len(reports) == len(names):
+        compared += judge_speeds(backend, [reports[name] for name in names])
+    findings = [*logged, *reported, *compared]
     for name, item in findings:
         show([item], f"{name}: ")
     if died and not logged:
@@ -133,6 +149,38 @@ def compare_reports(reports: Mapping[str, Report], names: list[str]) -> list[tup
     return [("all nodes", failure("clock", text, "have the clocks set (chrony, ntp)"))]
 
 
+def judge_speeds(backend: SlurmBackend, reports: Sequence[Report]) -> list[tuple[str, CheckResult]]:
+    """Return the results of network, disk and `signal_s`, from the reports of all nodes in their order."""
+    profile, config, everywhere = backend.profile, resolve.load(backend.run.config), "all nodes"
+    found: list[tuple[str, CheckResult]] = []
+    if (speeds := reports[0].network) is not None:
+        hardware, gpus = profile.hardware(), backend.layout.gpus
+        expected = hardware.network * LINK_SHARE * gpus / GB if hardware is not None and gpus else None
+        found += judge_network([node.name for node in backend.nodes], speeds, expected)
+    written = [report.disk_gb_s for report in reports if report.disk_gb_s]
+    if not written:
+        return found
+    together = sum(written)
+    text = f"{together:.3g} GB/s from all nodes to {backend.run.path}"
+    if backend.layout.gpus and together < profile.filesystem_gb_s * SLOW_SHARE:
+        text += f", filesystem_gb_s={profile.filesystem_gb_s:g}"
+        found.append((everywhere, warning("disk speed", text, "look at the filesystem, or measure it again")))
+    else:
+        found.append((everywhere, ok("disk speed", text)))
+    longest_s = longest_step_s(backend.run.path / "metrics.jsonl")
+    if longest_s:
+        save_s = checkpoint_bytes(config, load_spec(on_host(config, profile).model)) / GB / together
+        found.append((everywhere, _judge_signal(profile.signal_s, longest_s, save_s)))
+    return found
+
+
+def _judge_signal(signal_s: int, longest_s: float, save_s: float) -> CheckResult:
+    text = f"signal_s={signal_s}; the longest step took {longest_s:.0f} s, a save takes {save_s:.0f} s"
+    if longest_s + save_s <= signal_s:
+        return ok("signal", text)
+    return warning("signal", text, "set signal_s in the profile above their sum, and submit again with arpo resume")
+
+
 def worst_failure(findings: list[tuple[str, CheckResult]]) -> tuple[str, CheckResult] | None:
     """Return the failure that ends the job: the first, but a network failure only if it is the only kind.
 
@@ -151,4 +199,6 @@ def _report(run: RunDirectory, name: str) -> Report | None:
     if not file.exists():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return Report(tuple(CheckResult(**item) for item in found["findings"]), found["clock"], found["ports"])
+    findings, network = tuple(CheckResult(**item) for item in found["findings"]), found.get("network")
+    speeds = network and NetworkSpeeds(network["all_reduce_gb_s"], tuple(network["node_gb_s"]))
+    return Report(findings, found["clock"], found["ports"], speeds, found.get("disk_gb_s"))

@@ -1,14 +1,16 @@
-"""`python -m arpo_megatron.cluster.preflight_node RUN_DIR TOKEN`: one task on every node of a job, its first step.
+"""`python -m arpo_megatron.cluster.preflight_node RUN_DIR TOKEN`: the first step of a job, a task for each GPU.
 
-A node checks itself, the run directory (it must have the file that the supervisor wrote) and, with one all-reduce, the
-other nodes. It writes check results, clock and free ports to RUN_DIR/doctor/NODE.json. If the run directory is not
-shared, that report would not arrive, so the node logs the failure and ends the step.
+The first task of a node checks the node and the run directory, which must have the file that the supervisor wrote. All
+tasks then measure the network together. The first one writes check results, speeds, clock and free ports to
+RUN_DIR/doctor/NODE.json. If the run directory is not shared, that report would not arrive, so the node logs the failure
+and ends the step. A node without GPUs has one task.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +18,17 @@ from arpo_megatron.cluster.profile import load_profile
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.allreduce import MEETING_S, all_reduce
-from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.bandwidth import (
+    CPU_BYTES,
+    DISK_BYTES,
+    NODE_DISK_BYTES,
+    NetworkSpeeds,
+    measure_network,
+    write_speed,
+)
+from arpo_megatron.launch.preflight.check import CHECKS_S, CheckResult, failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.exposure import check_exposure
+from arpo_megatron.launch.preflight.gpu_health import check_gpu_health
 from arpo_megatron.launch.preflight.machine import PORTS, job_checks, machine_checks
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.ports import free_ports
@@ -26,6 +37,8 @@ REPORTED = "doctor: this node has reported"
 """Last line of a node's output. The supervisor reads no report before this line is in the step's log, because a shared
 filesystem may deny for a minute that a file exists if it was asked too early."""
 _CANARY_S = 15.0
+MEASURE_S = 65.0
+"""Time for measuring the network after the tasks have met."""
 
 
 def main() -> None:
@@ -33,22 +46,31 @@ def main() -> None:
     import torch  # noqa: F401  (before any timed check: the import may take a minute on a cold filesystem)
 
     run, token = RunDirectory(Path(sys.argv[1])), sys.argv[2]
-    name, address = os.environ["SLURMD_NODENAME"], os.environ["ARPO_NODE_ADDRESSES"].split(",")
-    here = address[int(os.environ["SLURM_PROCID"])]
-    findings = run_checks([("filesystem", lambda: _canary(run, token))])
-    if not show(findings, f"{name}: "):
-        os._exit(1)
+    name, addresses = os.environ["SLURMD_NODENAME"], os.environ["ARPO_NODE_ADDRESSES"].split(",")
+    local = int(os.environ["SLURM_LOCALID"])
+    findings: list[CheckResult] = []
+    if local == 0:
+        findings += run_checks([("filesystem", lambda: _canary(run, token))])
+        if not show(findings, f"{name}: "):
+            os._exit(1)
+    elif _canary(run, token).level != "ok":
+        os._exit(0)  # the first task reports it
     # Not earlier: the files are only there if the check above passed.
     profile, config = load_profile(str(run.cluster)), resolve.load(run.config)
     gpus = profile.gpus_of(config)
-    findings += run_checks([*machine_checks(gpus=gpus, on_gpus=gpus > 0, config=config), *job_checks(config, run)])
-    rank, count, port = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "MASTER_PORT"))
-    device = "cuda:0" if gpus else "cpu"
-    limit_s = MEETING_S + 5.0
-    listening = {here}
-    network = ("network", lambda: all_reduce(rank, count, address[0], port, device, listening))
-    findings += run_checks([network], limit_s, limit_s)
+    here = addresses[int(os.environ["SLURM_NODEID"])]
+    if local == 0:
+        checks = [*machine_checks(gpus=gpus, on_gpus=gpus > 0, config=config), *job_checks(config, run)]
+        findings += run_checks([*checks, *([("gpu health", check_gpu_health)] if gpus else [])])
+    listening, speeds = {here}, list[NetworkSpeeds]()
+    meeting = ("network", lambda: _meet(addresses, gpus, listening, speeds))
+    limit_s = MEETING_S + MEASURE_S + CHECKS_S * (local > 0)
+    network = run_checks([meeting], limit_s, limit_s)
+    if local:
+        show((item for item in network if item.level != "ok"), f"{name}, task {local}: ")
+        os._exit(0)
     clock = time.time()  # right after the all-reduce, so that the clocks of nodes can be compared
+    findings += network
     findings += run_checks([("exposure", lambda: check_exposure(listening, profile.trusted_networks))])
     try:
         ports = free_ports(PORTS, here, profile.ports)
@@ -56,10 +78,40 @@ def main() -> None:
     except Exception as error:  # reported like any other failure
         ports, text = [], str(error)
         findings.append(failure("ports", text, "free some ports, or widen `ports` in the profile"))
-    answer = {"node": name, "clock": clock, "ports": ports, "findings": [asdict(item) for item in findings]}
+    disk = list[float]()
+    size = min(NODE_DISK_BYTES if gpus else CPU_BYTES, DISK_BYTES // len(addresses))
+    findings += run_checks([("disk speed", lambda: _write(run, size, disk))])
+    answer = {
+        "node": name,
+        "clock": clock,
+        "ports": ports,
+        "findings": [asdict(item) for item in findings],
+        "network": asdict(speeds[0]) if speeds else None,
+        "disk_gb_s": disk[0] if disk else None,
+    }
     write_json(run.doctor / f"{name}.json", answer)
     print(REPORTED, flush=True)
     os._exit(0)  # a hanging check would keep the interpreter alive
+
+
+def _meet(addresses: Sequence[str], gpus: int, listening: set[str], speeds: list[NetworkSpeeds]) -> CheckResult:
+    """Join the all-reduce of all tasks, and measure the network if there is any."""
+    rank, count, port, local = (
+        int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "MASTER_PORT", "SLURM_LOCALID")
+    )
+    device = f"cuda:{local}" if gpus else "cpu"
+
+    def measure() -> None:
+        if count > 1:
+            speeds.append(measure_network(len(addresses), count // len(addresses), device))
+
+    timeout_s = MEETING_S + (CHECKS_S if gpus else 0.0)  # other tasks of the node do not check it first
+    return all_reduce(rank, count, addresses[0], port, device, listening, measure=measure, timeout_s=timeout_s)
+
+
+def _write(run: RunDirectory, size: int, disk: list[float]) -> CheckResult:
+    disk.append(write_speed(run.doctor, size))
+    return ok("disk speed", f"{disk[0]:.3g} GB/s from this node to {run.path}")
 
 
 def _canary(run: RunDirectory, token: str) -> CheckResult:

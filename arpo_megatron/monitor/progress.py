@@ -4,10 +4,12 @@ Standard output stays free for results that programs read.
 """
 
 import io
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -73,6 +75,16 @@ _STEPS_FOR_ETA = 5
 def step_seconds(row: Row) -> float:
     """Return the wall seconds of a step: the sum of its phases."""
     return float(sum(value for key, value in row.items() if key.startswith("seconds/") and value is not None))
+
+
+def longest_step_s(metrics: Path) -> float:
+    """Return the wall seconds of the longest step in a run's metrics.jsonl; 0 if it has none yet."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):  # the end of a line that a killed job was writing
+            rows.append(json.loads(line))
+    return max((step_seconds(row) for row in rows), default=0.0)
 
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:

@@ -11,5 +11,5 @@ trap 'exit 130' INT TERM
 [ ! -e "$POLICY" ] || mv "$POLICY" "$POLICY.before"
 printf '#!/bin/sh\nexit 101\n' >"$POLICY"
 chmod 755 "$POLICY"
-apt-get update
-DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+apt-get -o DPkg::Lock::Timeout=300 update
+DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "$@"

@@ -20,12 +20,12 @@ def test_package_installation_starts_no_service(tmp_path: Path, before: str | No
     if before is not None:
         policy.write_text(before)
     (apt := tmp_path / "apt-get").write_text(
-        f'#!/bin/sh\n[ "$1" = update ] && exit\n{policy} munge start; echo "$? $*" >{log}; exit {code}\n'
+        f'#!/bin/sh\n[ "$3" = update ] && exit\n{policy} munge start; echo "$? $*" >{log}; exit {code}\n'
     )
     apt.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": str(policy)}
     assert subprocess.run([sshd.INSTALL, "munge"], env=environment).returncode == code
-    assert log.read_text() == "101 install -y --no-install-recommends munge\n"
+    assert log.read_text() == "101 -o DPkg::Lock::Timeout=300 install -y --no-install-recommends munge\n"
     assert (policy.read_text() if policy.exists() else None) == before
 
 

@@ -1,5 +1,6 @@
 """Preflight step of a job: reports of its nodes, and which failure ends the job."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -50,7 +51,9 @@ def test_missing_report_has_precedence_over_network_failures() -> None:
 BOTH = """#!/bin/bash
 while [ "$1" != arpo ]; do shift; done; shift
 export SLURM_NTASKS=2
-for rank in 0 1; do SLURM_PROCID=$rank SLURMD_NODENAME=n$((rank + 1)) "$@" & started="$started $!"; done
+for rank in 0 1; do
+  SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_LOCALID=0 SLURMD_NODENAME=n$((rank + 1)) "$@" & started="$started $!"
+done
 for task in $started; do wait $task || exit 1; done
 """
 
@@ -87,6 +90,8 @@ def test_two_nodes_reduce_and_report_free_ports(
     output = capsys.readouterr().out
     assert "n1: ok       network      all-reduce over 2 rank(s) with gloo" in output
     assert "all nodes: ok       clock" in output
+    assert re.search(r"all nodes: ok       bandwidth    all-reduce: \S+ GB/s per rank; to another node: median", output)
+    assert re.search(r"all nodes: ok       disk speed   \S+ GB/s from all nodes to ", output)
 
 
 HANGING = """#!{python}
@@ -128,6 +133,7 @@ finding = {{"name": "rdma", "level": "warning", "text": "no RDMA device", "fix":
 report = {{"findings": [finding], "clock": 1.0, "ports": []}}
 (pathlib.Path(run) / "doctor" / "n1.json").write_text(json.dumps(report))
 os.environ |= {{"SLURMD_NODENAME": "n2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}}
+os.environ |= {{"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}}
 sys.argv[1:] = [{run}, {token}]
 preflight_node._CANARY_S = 0.1
 preflight_node.main()

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -22,10 +23,28 @@ _START_S = 60.0
 _HERE = "127.0.0.1"
 
 
-def all_reduce(rank: int, count: int, address: str, port: int, device: str, listening: set[str]) -> CheckResult:
+def all_reduce(
+    rank: int,
+    count: int,
+    address: str,
+    port: int,
+    device: str,
+    listening: set[str],
+    *,
+    measure: Callable[[], None] = lambda: None,
+    timeout_s: float = MEETING_S,
+) -> CheckResult:
     """Join an all-reduce of `count` ranks at the address of rank 0, with NCCL on a GPU and gloo on "cpu".
 
-    `listening` receives the addresses at which this process listens meanwhile.
+    Args:
+        rank: this rank.
+        count: number of ranks.
+        address: address of rank 0.
+        port: port of rank 0.
+        device: "cpu" or a GPU.
+        listening: receives the addresses at which this process listens meanwhile.
+        measure: called in the process group after the all-reduce.
+        timeout_s: how long ranks wait for each other.
     """
     import torch
     import torch.distributed as dist
@@ -39,13 +58,16 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str, list
             torch.cuda.set_device(device)
         if is_loopback(address):
             os.environ.update(LOOPBACK_ENVIRONMENT)
-        timeout = timedelta(seconds=MEETING_S)
+        timeout = timedelta(seconds=timeout_s)
         store = tcp_store(rank, count, address, port, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         value = torch.ones(1, device=device)
         dist.all_reduce(value)  # NCCL connects only here
         total = value.item()
         listening.update(host for host, _ in listening_addresses())
+        elapsed = time.monotonic() - started
+        if total == count:
+            measure()
         dist.destroy_process_group()
     except Exception as error:
         text = f"{count} ranks did not meet at {address}: {' '.join(str(error).split())[:200]}"
@@ -54,7 +76,7 @@ def all_reduce(rank: int, count: int, address: str, port: int, device: str, list
         return failure(
             "network", f"an all-reduce over {count} ranks gave {total}", "check the network card and its driver"
         )
-    return ok("network", f"all-reduce over {count} rank(s) with {backend}, {time.monotonic() - started:.1f} s")
+    return ok("network", f"all-reduce over {count} rank(s) with {backend}, {elapsed:.1f} s")
 
 
 def check_local_all_reduce(gpus: int, port: int, listening: set[str]) -> CheckResult:
