@@ -106,3 +106,48 @@ def entropy(
     for path in entropies.write_report(rows, out, made_by(command)):
         print(path)
     next_command(shlex.join(["arpo", "view", *map(str, runs)]))
+
+
+@app.command()
+def information(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe of tasks and limits, for example trails.")],
+    out: Annotated[Path, typer.Option(help="Directory of the samples of this policy.")],
+    overrides: Overrides = None,
+    trees: Annotated[int, typer.Option(min=2, help="Trees per arm.")] = 1000,
+    direction_trees: Annotated[int, typer.Option(min=2, help="Trees of the reference gradient.")] = 1000,
+) -> None:
+    """Information of a tree about the gradient, per tool call, at the policy model.path=DIRECTORY.
+
+    Arms: GRPO, ARPO with pooled and reserved forks, ARPO as released, random forks at ARPO's rate; 16 trajectories
+    each. Stopped at any moment, the same command continues; `information-page` shows what there is.
+    """
+    from arpo_megatron.monitor.progress import Progress
+    from arpo_megatron.studies.information.sampling import INFO, Plan, sample
+    from arpo_megatron.utils.atomic import write_json
+
+    plan = Plan.create(recipe, overrides or [], out)
+    out.mkdir(parents=True, exist_ok=True)
+    counts = ["--trees", str(trees), "--direction-trees", str(direction_trees), "--out", str(out)]
+    command = shlex.join(["arpo", "study", "information", recipe, *(overrides or []), *counts])
+    write_json(out / INFO, {"command": f"`{command}`"})
+    with Progress() as progress:
+        sample(plan, direction_trees=direction_trees, trees=trees, note=progress.note)
+    next_command(f"arpo study information-page {out}")
+
+
+@app.command()
+def information_page(
+    studies: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of `information`.")],
+    out: Annotated[Path | None, typer.Option(help="Write README.md into this directory, instead of printing.")] = None,
+) -> None:
+    """Table of the information per call of one or several policies, from the trees sampled so far."""
+    from arpo_megatron.studies.information.report import render
+    from arpo_megatron.studies.report import made_by
+
+    page = render(studies, made_by(shlex.join(["arpo", "study", "information-page", *map(str, studies)])))
+    if out is None:
+        print(page)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "README.md").write_text(page, encoding="utf-8")
+        print(out / "README.md")

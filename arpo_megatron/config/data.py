@@ -18,9 +18,10 @@ from arpo_megatron.config.fields import (
 class DataConfig:
     """Questions to train and to evaluate on: generated from the seed, or read from files."""
 
-    kind: Literal["generated", "trails", "files"] = "generated"
+    kind: Literal["generated", "trails", "long_trails", "early_trails", "files"] = "generated"
     """`generated`: calculator and look-up tasks generated from the seed. `trails`: generated tasks with a decision
-    after every tool result (`tasks/synthetic/trails.py`). `files`: questions of `path`."""
+    after every tool result (`tasks/synthetic/trails.py`); `long_trails`: after the last of five pages only;
+    `early_trails`: before the first result only. `files`: questions of `path`."""
     path: Path | dict[str, PositiveFloat] | None = field(default=None, hash=False)
     """Training questions (`files`): a Parquet, JSON lines, JSON or CSV file, or the directory of a Hugging Face
     dataset. A table of several such paths with weights is a mixture, e.g. {math.parquet: 0.7, qa.jsonl: 0.3}."""
@@ -40,7 +41,7 @@ class DataConfig:
     max_prompt_tokens: Positive = 1536
     """A row with a longer prompt is a bad row: logged, counted and skipped."""
     tasks: Positive = 2000
-    """Number of training tasks to generate (`generated`, `trails`)."""
+    """Number of training tasks to generate (all kinds but `files`)."""
     held_out: Positive = 200
     """Number of tasks kept for evaluation."""
 

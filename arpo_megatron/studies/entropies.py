@@ -125,7 +125,7 @@ def render(rows: "pd.DataFrame", made_by: str) -> str:
         "Share of all tokens and of their summed entropy; then the share of the entropy after tool results that the "
         "n-th token after each tool holds:",
         _share_table(rows),
-        made_by,
+        f"{made_by} The Parquet file holds every mean.",
     ]
     return "\n\n".join(sections) + "\n"
 

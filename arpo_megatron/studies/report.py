@@ -120,7 +120,7 @@ def render(results: StudyResults) -> str:
         _metric_table(results, budget),
         "Success by level at the end of each run:",
         _level_table(results),
-        f"{_failures(results)} {made_by(results.command)}{_left_out(results)}",
+        f"{_failures(results)} {made_by(results.command)} The Parquet file holds every evaluation.{_left_out(results)}",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -192,9 +192,9 @@ def _band(curves: Sequence[Curve]) -> Band:
 
 
 def made_by(command: str) -> str:
-    """Return the last sentence of a page: command, date and machine."""
+    """Return a sentence with command, date and machine."""
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return f"Made by `{command}` on {today}; {_hardware()}. The Parquet file holds every evaluation."
+    return f"Made by `{command}` on {today}; {_hardware()}."
 
 
 def _failures(results: StudyResults) -> str:

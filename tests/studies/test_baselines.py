@@ -11,7 +11,7 @@ from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic.demonstrations import Agent
 from arpo_megatron.tasks.synthetic.lookup import question_text
-from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, generate, read_page, trail_agent
+from arpo_megatron.tasks.synthetic.trails import LEVELS, TRAILS, Trail, read_page
 from arpo_megatron.tasks.synthetic.writer import Writer
 
 CONFIG = resolve("trails")
@@ -48,15 +48,15 @@ def random_length(task: Task, writer: Writer, rng: random.Random) -> str:
 AGENTS: Mapping[str, tuple[Agent, object]] = {
     "random actions": (random_actions, pytest.approx(0.075, abs=0.05)),
     "random number of pages": (random_length, pytest.approx(1 / 3, abs=0.1)),
-    "demonstrations of the cold start": (trail_agent(CARELESS), pytest.approx(1 - CARELESS, abs=0.1)),
-    "careful": (trail_agent(0.0), 1.0),
+    "demonstrations of the cold start": (TRAILS.agent(CARELESS), pytest.approx(1 - CARELESS, abs=0.1)),
+    "careful": (TRAILS.agent(0.0), 1.0),
 }
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_untrained_agents_solve_a_known_share(name: str) -> None:
     agent, expected = AGENTS[name]
-    made, tokenizer, rng = generate(1, train=0, held_out=300), generated_tokenizer(), random.Random(1)
+    made, tokenizer, rng = TRAILS.generate(1, train=0, held_out=300), generated_tokenizer(), random.Random(1)
     solved = {level: list[bool]() for level in LEVELS}
     for task in made.held_out:
         answer = agent(task, Writer(task, tokenizer, made.facts), rng)

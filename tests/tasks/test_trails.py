@@ -13,11 +13,18 @@ from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.synthetic.demonstrations import demonstrate
 from arpo_megatron.tasks.synthetic.lookup import NAME_LETTERS, question_text
-from arpo_megatron.tasks.synthetic.trails import LEVELS, Trail, generate, read_page, trail_agent, trail_mistakes
+from arpo_megatron.tasks.synthetic.trails import (
+    EARLY_TRAILS,
+    LEVELS,
+    LONG_TRAILS,
+    TRAILS,
+    Trail,
+    read_page,
+)
 from arpo_megatron.tree import RolloutTree
 
 TOKENIZER = generated_tokenizer()
-MADE = generate(3, train=900, held_out=100)
+MADE = TRAILS.generate(3, train=900, held_out=100)
 
 
 def texts(tree: RolloutTree) -> list[str]:
@@ -25,7 +32,7 @@ def texts(tree: RolloutTree) -> list[str]:
 
 
 def shown(mistake_share: float) -> list[RolloutTree]:
-    return demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=mistake_share, seed=1, agent=trail_agent)
+    return demonstrate(MADE.train, MADE.facts, TOKENIZER, mistake_share=mistake_share, seed=1, agent=TRAILS.agent)
 
 
 def by_hand(task: Task, facts: Mapping[str, str]) -> int:
@@ -39,7 +46,7 @@ def by_hand(task: Task, facts: Mapping[str, str]) -> int:
 
 @given(seed=st.integers(0, 2**31))
 def test_truths_follow_from_pages(seed: int) -> None:
-    made = generate(seed, train=20, held_out=5)
+    made = TRAILS.generate(seed, train=20, held_out=5)
     assert all(task.ground_truth == str(by_hand(task, made.facts)) for task in (*made.train, *made.held_out))
 
 
@@ -67,14 +74,14 @@ def test_levels_are_equally_frequent_and_named_in_the_id() -> None:
 
 
 def test_trails_depend_on_seed_and_larger_count_only_appends() -> None:
-    small, large = generate(5, train=50, held_out=20), generate(5, train=80, held_out=20)
+    small, large = TRAILS.generate(5, train=50, held_out=20), TRAILS.generate(5, train=80, held_out=20)
     assert (small.train, small.held_out) == (large.train[:50], large.held_out)
-    assert generate(6, train=50, held_out=20).train != small.train
+    assert TRAILS.generate(6, train=50, held_out=20).train != small.train
 
 
 def test_more_trails_than_names_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"data\.tasks"):
-        generate(1, train=10**5, held_out=1)
+        TRAILS.generate(1, train=10**5, held_out=1)
 
 
 @given(st.builds(Trail, st.text(NAME_LETTERS, min_size=4, max_size=4), st.sampled_from(LEVELS), st.integers(11, 99)))
@@ -82,7 +89,7 @@ def test_question_survives_its_text(trail: Trail) -> None:
     assert Trail.parse(trail.text) == trail
 
 
-@pytest.mark.parametrize("text", ["", "qzlf", "qzlf 4 +56", "qzlf 2+56", "qzl 2 +56", "qzlf 2 +5"])
+@pytest.mark.parametrize("text", ["", "qzlf", "qzlf 0 +56", "qzlf 2+56", "qzl 2 +56", "qzlf 2 +5"])
 def test_other_text_is_not_a_question(text: str) -> None:
     with pytest.raises(ValueError, match="not a question about a trail"):
         Trail.parse(text)
@@ -93,7 +100,7 @@ def test_demonstration_without_mistakes_follows_the_trail() -> None:
     trail = Trail.parse(question_text(task))
     middle, _ = read_page(MADE.facts[trail.name])
     _, value = read_page(MADE.facts[middle])
-    (tree,) = demonstrate([task], MADE.facts, TOKENIZER, mistake_share=0.0, seed=0, agent=trail_agent)
+    (tree,) = demonstrate([task], MADE.facts, TOKENIZER, mistake_share=0.0, seed=0, agent=TRAILS.agent)
     assert texts(tree) == [
         f"question: {trail.name} 2 +{trail.addend} ?",
         f"<think>look up</think><search>{trail.name}</search>",
@@ -108,7 +115,7 @@ def test_demonstration_without_mistakes_follows_the_trail() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_trail_demonstrations_have_the_requested_share_of_mistakes(share: float) -> None:
-    assert trail_mistakes(share).share == pytest.approx(share, abs=1e-6)
+    assert TRAILS.share(TRAILS.chances(share)) == pytest.approx(share, abs=1e-6)
     pairs = zip(MADE.train, shown(share), strict=True)
     right = [f"\\boxed{{{task.ground_truth}}}" in texts(tree)[-1] for task, tree in pairs]
     assert sum(right) / len(right) == pytest.approx(1.0 - share, abs=0.05)
@@ -128,3 +135,27 @@ def test_trail_mistakes_follow_results_only() -> None:
         ignored += f"{{{result.split()[1]}}}" not in parts[-1]
         assert tree.flat_tokens <= 12 + 168
     assert min(early, late, addend, ignored) > 30
+
+
+def test_long_trails_are_careless_after_the_last_page_only() -> None:
+    made = LONG_TRAILS.generate(3, train=300, held_out=0)
+    trees = demonstrate(made.train, made.facts, TOKENIZER, mistake_share=0.6, seed=1, agent=LONG_TRAILS.agent)
+    right = 0
+    for task, tree in zip(made.train, trees, strict=True):
+        name = Trail.parse(question_text(task)).name
+        for place in range(1, 11, 2):  # the five reads
+            assert f"<search>{name}</search>" in texts(tree)[place]
+            name = read_page(made.facts[name])[0]
+        right += f"{{{task.ground_truth}}}" in texts(tree)[-1]
+    assert right / len(trees) == pytest.approx(0.4, abs=0.07)
+
+
+def test_early_trails_are_careless_before_the_first_result_only() -> None:
+    made = EARLY_TRAILS.generate(3, train=300, held_out=0)
+    trees = demonstrate(made.train, made.facts, TOKENIZER, mistake_share=0.6, seed=1, agent=EARLY_TRAILS.agent)
+    right = 0
+    for task, tree in zip(made.train, trees, strict=True):
+        careful = f"<search>{Trail.parse(question_text(task)).name}</search>" in texts(tree)[1]
+        assert careful == (f"{{{task.ground_truth}}}" in texts(tree)[-1])
+        right += careful
+    assert right / len(trees) == pytest.approx(0.4, abs=0.07)

@@ -40,7 +40,8 @@ class Gspo:
         loss, low, high = 0.0, 0, 0
         credits, ratios = list[TreeCredit](), list[Floats]()
         for number, shape in enumerate(shapes):
-            own, weight = batch.advantages[number], batch.trajectory_weights[number] / count
+            own, weighed = batch.advantages[number], shape.leaf_model_tokens > 0
+            weight = batch.trajectory_weights[number] * weighed / count  # a trajectory without tokens has no term
             length = np.maximum(shape.leaf_model_tokens, 1.0)
             mean = shape.sum_to_leaves(batch.logprobs[number] - batch.old_logprobs[number]) / length
             ratio = bounded_exp(mean)

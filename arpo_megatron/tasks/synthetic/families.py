@@ -20,5 +20,12 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "generated": Family(lookup.generate, demonstrations.calculator_agent),
-    "trails": Family(trails.generate, trails.trail_agent),
+    **{
+        name: Family(family.generate, family.agent)
+        for name, family in (
+            ("trails", trails.TRAILS),
+            ("long_trails", trails.LONG_TRAILS),
+            ("early_trails", trails.EARLY_TRAILS),
+        )
+    },
 }

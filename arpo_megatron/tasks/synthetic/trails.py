@@ -21,7 +21,7 @@ word and a search for brtk finds only brtk's page.
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Self
 
@@ -31,6 +31,7 @@ from arpo_megatron.tasks.synthetic.demonstrations import Agent, scale_for
 from arpo_megatron.tasks.synthetic.lookup import (
     MOST_NAMES,
     NAME_LENGTH,
+    NAME_LETTERS,
     OPERANDS,
     VALUES,
     GeneratedTasks,
@@ -42,8 +43,7 @@ from arpo_megatron.tasks.synthetic.writer import Writer
 
 LEVELS = (1, 2, 3)
 """Numbers of pages to read; each level has a third of the tasks."""
-_RING = LEVELS[-1] + 1  # names of a trail; the last leads to the first, so that one page too many can be read
-_QUESTION = re.compile(r"(?P<name>[a-z]{4}) (?P<hops>[123]) \+(?P<addend>\d\d)")
+_QUESTION = re.compile(r"(?P<name>[a-z]{4}) (?P<hops>[1-9]) \+(?P<addend>\d\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,37 +79,9 @@ def read_page(fact: str) -> tuple[str, int]:
     return fact[:NAME_LENGTH], int(fact[NAME_LENGTH:])
 
 
-def generate(seed: int, train: int, held_out: int) -> GeneratedTasks:
-    """Generate `train` + `held_out` tasks from a seed, with different names in each.
-
-    The held-out tasks are drawn first and the training tasks in order, so a larger `train` only appends.
-
-    Raises:
-        UserError: more tasks than there are names.
-    """
-    if _RING * (train + held_out) > MOST_NAMES:
-        raise UserError(
-            f"data.tasks + data.held_out = {train + held_out}: trails have names for {MOST_NAMES // _RING} at most"
-        )
-    rng, facts = random.Random(f"trails-{seed}"), dict[str, str]()
-    held = tuple(_draw(rng, facts, f"held-out-{index}") for index in range(held_out))
-    return GeneratedTasks(tuple(_draw(rng, facts, f"train-{index}") for index in range(train)), held, facts)
-
-
-def _draw(rng: random.Random, facts: dict[str, str], task_id: str) -> Task:
-    names = []
-    for _ in range(_RING):
-        names.append(fresh_name(rng, facts))
-        facts[names[-1]] = ""  # taken
-    for name, onward in zip(names, [*names[1:], names[0]], strict=True):
-        facts[name] = f"{onward}{rng.choice(VALUES)}"
-    trail = Trail(names[0], rng.choice(LEVELS), rng.choice(OPERANDS))
-    return generated_task(f"{task_id}-hops{trail.hops}", trail.text, trail.solve(facts), "math")
-
-
 @dataclass(frozen=True, slots=True)
 class TrailMistakes:
-    """Chance of each mistake wherever it can happen; each follows a tool result, and they are independent."""
+    """Chance of each mistake wherever it can happen; independent, and all but the last follow a tool result."""
 
     stopped: float
     """After a page that is not the last: take its number."""
@@ -119,44 +91,90 @@ class TrailMistakes:
     """In the calculation: add another number."""
     ignored: float
     """After the calculation: answer with the page's number."""
+    misspelt: float = 0.0
+    """Before the first result: search a misspelt name, find nothing, and answer 0."""
 
     def share_of(self, hops: int) -> float:
         """Return the expected share of demonstrations with a mistake at a level."""
-        correct = (1.0 - self.stopped) ** (hops - 1) * (1.0 - self.one_more) * (1.0 - self.wrong_addend)
-        return 1.0 - correct * (1.0 - self.ignored)
+        correct = (1.0 - self.misspelt) * (1.0 - self.stopped) ** (hops - 1) * (1.0 - self.one_more)
+        return 1.0 - correct * (1.0 - self.wrong_addend) * (1.0 - self.ignored)
+
+    def scaled(self, scale: float) -> "TrailMistakes":
+        """Return the chances times `scale`, at most 1 each."""
+        return TrailMistakes(*(min(1.0, scale * chance) for chance in astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrailFamily:
+    """Trails of some lengths, and where the demonstrations of the cold start are careless."""
+
+    levels: tuple[int, ...]
+    """Numbers of pages to read, the largest last."""
+    mistakes: TrailMistakes
+    """Chances of mistakes in proportion."""
+
+    def generate(self, seed: int, train: int, held_out: int) -> GeneratedTasks:
+        """Generate `train` + `held_out` tasks from a seed, with different names in each.
+
+        The held-out tasks are drawn first and the training tasks in order, so a larger `train` only appends.
+
+        Raises:
+            UserError: more tasks than there are names.
+        """
+        most = MOST_NAMES // self._ring
+        if train + held_out > most:
+            raise UserError(f"data.tasks + data.held_out = {train + held_out}: trails have names for {most} at most")
+        rng, facts = random.Random(f"trails-{seed}"), dict[str, str]()
+        held = tuple(self._draw(rng, facts, f"held-out-{index}") for index in range(held_out))
+        return GeneratedTasks(tuple(self._draw(rng, facts, f"train-{index}") for index in range(train)), held, facts)
 
     @property
-    def share(self) -> float:
-        """Expected share of demonstrations with a mistake over all levels."""
-        return sum(map(self.share_of, LEVELS)) / len(LEVELS)
+    def _ring(self) -> int:
+        """Names of a trail; the last leads to the first, so that one page too many can be read."""
+        return self.levels[-1] + 1
+
+    def _draw(self, rng: random.Random, facts: dict[str, str], task_id: str) -> Task:
+        names = []
+        for _ in range(self._ring):
+            names.append(fresh_name(rng, facts))
+            facts[names[-1]] = ""  # taken
+        for name, onward in zip(names, [*names[1:], names[0]], strict=True):
+            facts[name] = f"{onward}{rng.choice(VALUES)}"
+        trail = Trail(names[0], rng.choice(self.levels), rng.choice(OPERANDS))
+        return generated_task(f"{task_id}-hops{trail.hops}", trail.text, trail.solve(facts), "math")
+
+    def chances(self, share: float) -> TrailMistakes:
+        """Return chances in the family's proportions with which about `share` of demonstrations have a mistake."""
+        most = 1.0 / max(self.mistakes.one_more, self.mistakes.misspelt)  # share 1 at every level
+        return self.mistakes.scaled(scale_for(share, lambda scale: self.share(self.mistakes.scaled(scale)), most=most))
+
+    def share(self, chances: TrailMistakes) -> float:
+        """Return the expected share of demonstrations with a mistake over all levels."""
+        return sum(map(chances.share_of, self.levels)) / len(self.levels)
+
+    def agent(self, mistake_share: float) -> Agent:
+        """Return an agent for these trails; about `mistake_share` of its demonstrations have a mistake."""
+        return partial(_follow, self.chances(mistake_share))
 
 
-_PROPORTIONS = TrailMistakes(stopped=0.30, one_more=0.25, wrong_addend=0.15, ignored=0.15)
-
-
-def trail_mistakes(share: float) -> TrailMistakes:
-    """Return chances in fixed proportions (30 : 25 : 15 : 15) with which about `share` of demonstrations have a
-    mistake.
-    """
-    most = 1.0 / _PROPORTIONS.one_more  # every last page is then followed by another: share 1
-    return _scaled(scale_for(share, lambda scale: _scaled(scale).share, most=most))
-
-
-def _scaled(scale: float) -> TrailMistakes:
-    base = _PROPORTIONS
-    chances = (base.stopped, base.one_more, base.wrong_addend, base.ignored)
-    return TrailMistakes(*(min(1.0, scale * chance) for chance in chances))
-
-
-def trail_agent(mistake_share: float) -> Agent:
-    """Return an agent for trails; about `mistake_share` of its demonstrations have a mistake."""
-    return partial(_follow, trail_mistakes(mistake_share))
+TRAILS = TrailFamily(LEVELS, TrailMistakes(stopped=0.30, one_more=0.25, wrong_addend=0.15, ignored=0.15))
+"""The family of the studies: every tool result requires a decision at which the demonstrations are careless."""
+LONG_TRAILS = TrailFamily((5,), TrailMistakes(stopped=0.0, one_more=0.25, wrong_addend=0.15, ignored=0.15))
+"""Five careful reads, then three careless decisions: calls dominate the cost, and early forks are wasted."""
+EARLY_TRAILS = TrailFamily(LEVELS, TrailMistakes(0.0, 0.0, 0.0, 0.0, misspelt=1.0))
+"""All mistakes come before the first tool result, where ARPO does not fork."""
 
 
 def _follow(chances: TrailMistakes, task: Task, writer: Writer, rng: random.Random) -> str:
     trail = Trail.parse(question_text(task))
     name, value = trail.name, 0
-    for hop in range(1, _RING + 1):
+    if chances.misspelt and rng.random() < chances.misspelt:
+        place = rng.randrange(NAME_LENGTH)
+        other = rng.choice([letter for letter in NAME_LETTERS if letter != name[place]])
+        name = name[:place] + other + name[place + 1 :]
+        if writer.search(name) is None:
+            return "0"
+    for hop in range(1, trail.hops + 2):
         name, value = read_page(writer.search(name) or "")
         if hop > trail.hops or (hop == trail.hops and rng.random() >= chances.one_more):
             break
