@@ -100,7 +100,7 @@ class DirectionalModel:
             on_path[row, tree.path(leaf)] = True
         weights = coefficients(on_path, rewards, np.zeros(len(tree.segments), np.int64), CREDITS[0])
         if weights.any():
-            (self.segment_logprobs(tree) @ torch.from_numpy(weights)).backward()  # type: ignore[no-untyped-call]  # torch's stubs
+            (self.segment_logprobs(tree) @ torch.from_numpy(weights)).backward()
 
     def take_gradient(self) -> torch.Tensor:
         """Return the gradients as one float64 vector, and clear them."""

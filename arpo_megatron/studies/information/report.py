@@ -91,8 +91,8 @@ def render(studies: Sequence[Path], made_by: str) -> str:
         "gradient of a tree and u that of an independent GRPO sample. A call is an answer of a tool in the tree; calls "
         "that forks share count once. `ratio` compares with GRPO of 16 trajectories, with the 95 % interval of "
         f"{RESAMPLES:,} bootstrap resamples of trees. `mean / error` is E[g.u] over its standard error. `trees for 2` "
-        "is the number of trees per arm with which a ratio of 2 (the paper's claim: half the calls) would be distinguished from "
-        "1 in 90 of 100 studies, from this sample's spread.",
+        "is the number of trees per arm with which a ratio of 2 (the paper's claim: half the calls) would be "
+        "distinguished from 1 in 90 of 100 studies, from this sample's spread.",
     ]
     for path in studies:
         sections += _section(path)

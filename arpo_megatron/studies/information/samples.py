@@ -58,18 +58,12 @@ class TreeSample:
 
         Only leaves without forks are independent, so a tree with forks has no smaller groups.
         """
-        on_path, size = self._on_path(), size or len(self.leaves)
-        groups = [np.arange(start, start + size) for start in range(0, len(self.leaves) - size + 1, size)]
-        return [
-            (
-                float(
-                    coefficients(on_path[own], np.take(self.rewards, own), np.array(self.tokens), credit)
-                    @ self.derivatives
-                ),
-                int(on_path[own].any(0) @ self.calls),
-            )
-            for own in groups
-        ]
+        on_path, size, found = self._on_path(), size or len(self.leaves), list[tuple[float, int]]()
+        for start in range(0, len(self.leaves) - size + 1, size):
+            group, rewards = on_path[start : start + size], np.array(self.rewards[start : start + size])
+            value = coefficients(group, rewards, np.array(self.tokens), credit) @ np.array(self.derivatives)
+            found.append((float(value), int(np.array(self.calls)[group.any(axis=0)].sum())))
+        return found
 
     def _on_path(self) -> NDArray[np.bool_]:
         found = np.zeros((len(self.leaves), len(self.parents)), bool)
