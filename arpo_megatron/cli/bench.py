@@ -150,6 +150,23 @@ def importance(
 
 
 @app.command()
+@with_dry_run
+def invariance(
+    width: Annotated[int, typer.Option(min=8, help="Hidden size, a multiple of 4.")] = 128,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Compare kernels of the forward pass in calls of different sizes: which ones prevent bit-for-bit agreement."""
+    from arpo_megatron.bench.invariance import bench_invariance
+
+    results = bench_invariance(width)
+    if not json_only:
+        for name, found in results["kernels"].items():
+            sizes = ", ".join(map(str, found["rows_differ"])) or "none"
+            print(f"{name:36s} {found['largest_difference']:.1e}  calls that differ: {sizes}", file=sys.stderr)
+    _answer("invariance", results)
+
+
+@app.command()
 def soak(
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="Recipe of the job.")] = "quickstart",
