@@ -264,8 +264,7 @@ def flat_gspo(case: flat.Case) -> torch.Tensor:
         for row, leaf in enumerate(tree.leaves()):
             spots = flat.places(tree, leaf)
             weight, given = batch.trajectory_weights[number][row] / count, batch.advantages[number][row]
-            if not len(spots):
-                total = total - (weight * float(given) if given.ndim == 0 else 0.0)  # ratio 1, no gradient
+            if not len(spots):  # no tokens, no term
                 continue
             new, old = case.parameters[number][spots], torch.from_numpy(batch.old_logprobs[number])[spots]
             mean = (new - old).mean()

@@ -5,5 +5,7 @@ For a reference direction u and the gradient g of one tree, an arm's information
     E[g.u]^2 / (Var(g.u) * E[calls])
 
 the squared ratio of signal to noise that one executed tool call buys. `sampling` grows the trees, `directional` finds u
-and the derivative of every segment's log-prob along it, `samples` computes g.u and its figures, `report` the tables.
+and the derivative of every segment's log-prob along it, `samples` computes g.u, `report` has figures and tables.
+
+May import what `studies` may.
 """
