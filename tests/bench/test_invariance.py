@@ -4,7 +4,7 @@ from arpo_megatron.bench.invariance import ROWS, bench_invariance
 
 
 def test_kernels_without_sums_over_tokens_agree_in_calls_of_every_size() -> None:
-    """What sums over the width of one token only, or over nothing, has the same bits in every call."""
+    """Sums over the width of one token, and kernels without sums, have the same bits in every call."""
     found = bench_invariance(64)["kernels"]
     assert {
         name for name, own in found.items() if name in ("embedding", "SiLU", "RMS norm") and own["rows_differ"]
