@@ -1,4 +1,7 @@
-"""CPU time of the engine client for one request with a long prompt, against a server that answers at once."""
+"""CPU time of the engine client for one request with a long prompt, against a server that answers at once.
+
+As in a tree, the prompt is a path of segments: each was written as JSON by the request before.
+"""
 
 import asyncio
 import subprocess
@@ -10,10 +13,12 @@ import numpy as np
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.entropy import META_KEY
+from arpo_megatron.rollout.node import Node
+from arpo_megatron.tree import Role
 
 ANSWER_TOKENS = 300
 PROMPT_TOKENS = 16_000
-ROUNDS, PARALLEL = 8, 32
+ROUNDS, PARALLEL, SEGMENTS = 8, 32, 12
 
 
 def client_ms() -> float:
@@ -29,11 +34,21 @@ def client_ms() -> float:
 
 async def _measure(url: str) -> float:
     prompt = np.random.default_rng(1).integers(0, 151_000, PROMPT_TOKENS).astype(np.int32)
+    node = Node(Role.PROMPT, ())
+    node.token_ids, *later = np.array_split(prompt, SEGMENTS)
+    for tokens in later:
+        node = node.add_child(Role.TOOL)
+        node.token_ids = tokens
     async with EngineClient(url) as client:
 
         async def one() -> None:
             await client.generate(
-                prompt, max_new_tokens=4000, sampling=Sampling(seed=1), stop=("</search>",), key="0/t"
+                prompt,
+                max_new_tokens=4000,
+                sampling=Sampling(seed=1),
+                stop=("</search>",),
+                key="0/t",
+                encoded=node.encoded_path(),
             )
 
         await asyncio.gather(*(one() for _ in range(PARALLEL)))

@@ -14,6 +14,8 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+_STRIKES = 3
+"""Failures of one request in a row after which its engine is left alone, although its server answers."""
 
 CacheId = tuple[str, str | None, int]
 """Identity of a radix cache's content: the engine's URL, its incarnation, the pushes so far. A restart empties the
@@ -50,6 +52,27 @@ class EngineState:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
         return True
 
+    def rest_s(self, reason: str, *, stale: bool, strikes: int, now: float) -> float:
+        """Return the seconds before a failed request is repeated; start a backoff if the engine itself has failed.
+
+        The cause of a failed request may be that request, so others continue: a tree that moves computes its prefixes
+        again elsewhere. A timeout is a sign of load.
+
+        Args:
+            reason: why it failed; after "connection" it is not known which process answers next.
+            stale: the engine has old weights.
+            strikes: failures of the request in a row.
+            now: time on the event loop's clock.
+        """
+        if reason == "connection":
+            self.incarnation = None
+        if reason == "timeout":
+            return 0.0
+        if self.incarnation and not stale and strikes % _STRIKES:
+            return FIRST_BACKOFF_S * 2 ** (strikes - 1)
+        self.record_failure(now)
+        return 0.0
+
     def record_answer(self) -> None:
         """End the backoff: the engine is up and serves the expected weights."""
         self.suspect, self.backoff_until, self.backoff_s = False, 0.0, FIRST_BACKOFF_S
@@ -70,3 +93,51 @@ def pick_engine(key: str, engines: Sequence[EngineState], now: float) -> EngineS
     if not ready:
         return min(engines, key=lambda engine: engine.backoff_until)
     return max(ready, key=lambda engine: hashlib.blake2b(f"{key} {engine.url}".encode(), digest_size=8).digest())
+
+
+class EngineRoutes:
+    """The engine of each routing key: where it was placed, or its best one by hash, or a router that decides.
+
+    Args:
+        urls: http://host:port of each engine.
+        router: URL of SGLang's router, if there is one.
+    """
+
+    def __init__(self, urls: Sequence[str], router: str | None) -> None:
+        self.engines = tuple(EngineState(url.rstrip("/")) for url in urls)
+        self.router = None if router is None else router.rstrip("/")
+        self._placed: dict[str, EngineState] = {}  # by key: the engine that `place` has chosen
+        self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
+        self._bypass: set[str] = set()  # keys that the router sends to an engine with old weights
+
+    def pick(self, key: str, now: float) -> EngineState:
+        """Return the engine, or the router's state, for a request that is sent now."""
+        if self.router is None or key in self._bypass:
+            placed = self._placed.get(key)
+            return placed if placed is not None and placed.backoff_until <= now else pick_engine(key, self.engines, now)
+        return self._routed.setdefault(key, EngineState(self.router))
+
+    def place(self, key: str, url: str | None) -> None:
+        """Send requests with this key to one engine while it is up; None: to any."""
+        engine = next((engine for engine in self.engines if engine.url == url), None)
+        if engine is None:
+            self._placed.pop(key, None)
+        else:
+            self._placed[key] = engine
+
+    def bypass_router(self, key: str) -> bool:
+        """Send requests with this key directly to engines until `pushed`, each of which may have old weights.
+
+        Returns False if they are sent directly already.
+        """
+        if key in self._bypass:
+            return False
+        self._bypass.add(key)
+        for engine in self.engines:
+            engine.suspect = True
+        return True
+
+    def pushed(self) -> None:
+        """Note that all engines have the same weights."""
+        self._bypass.clear()
+        self._routed.clear()

@@ -49,6 +49,11 @@ def parse_capacity(info: Mapping[str, Any]) -> EngineCapacity | None:
     return EngineCapacity(int(tokens), int(requests)) if tokens and requests else None
 
 
+def total_capacity(capacities: Sequence[EngineCapacity]) -> EngineCapacity:
+    """Return the capacity of several engines together."""
+    return EngineCapacity(sum(each.tokens for each in capacities), sum(each.requests for each in capacities))
+
+
 async def _read(session: aiohttp.ClientSession, url: str) -> EngineCapacity | None:
     async with session.get(f"{url}/server_info", timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as response:
         if response.status == 404:

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, ROUTING_KEY_HEADER, CacheId, EngineState, pick_engine
-from arpo_megatron.engine.capacity import EngineCapacity, read_capacities
+from arpo_megatron.engine.affinity import ROUTING_KEY_HEADER, CacheId, EngineRoutes, EngineState
+from arpo_megatron.engine.capacity import EngineCapacity, read_capacities, total_capacity
 from arpo_megatron.engine.exchange import (
     CONNECT_TIMEOUT_S,
     FirstTokens,
@@ -46,8 +46,6 @@ from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.tree import Int32Array
 
 _ABORT_INTERVAL_S = 0.05
-_STRIKES = 3
-"""Failures of one request in a row after which its engine is left alone, although its server answers."""
 
 
 class EngineUnavailableError(RuntimeError):
@@ -92,13 +90,10 @@ class EngineClient:
         self.on_stale: Callable[[str], None] | None = None
         """Called with the URL of an engine whose weights are older than `version`; requests then wait for the push that
         follows. None: no one pushes, so requests to that engine fail."""
-        self._engines = tuple(EngineState(url.rstrip("/")) for url in urls)
-        self._router = None if router is None else router.rstrip("/")
-        self._placed: dict[str, EngineState] = {}  # by key: the engine that `place` has chosen
+        self._routes = EngineRoutes(urls, router)
+        self._engines = self._routes.engines
         self._began: dict[str, int] = {}  # by key: the policy version whose part of the cache its tree uses
-        self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
         self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
-        self._bypass_router: set[str] = set()  # keys that the router sends to an engine with old weights
         self._headers = bearer(token)
         self._request_timeout_s = request_timeout_s
         self._retry_for_s = retry_for_s
@@ -147,13 +142,12 @@ class EngineClient:
         """Send requests again; answers come from policy `version` or a later one."""
         self.version = version
         self.pushes += 1
-        self._bypass_router.clear()
-        self._routed.clear()
+        self._routes.pushed()
         self._gate.set()
 
     def cache_id(self, key: str) -> CacheId:
         """Return the cache that a request with this routing key would hit now."""
-        engine = self._pick(key)
+        engine = self._routes.pick(key, asyncio.get_running_loop().time())
         return engine.url, engine.incarnation, self._cache_version(key) if self.keeps_kv else self.pushes
 
     def begin_tree(self, key: str, version: int) -> None:
@@ -173,23 +167,15 @@ class EngineClient:
 
     def place(self, key: str, url: str | None) -> None:
         """Send requests with this routing key to one engine while it is up; None: to any. A router decides alone."""
-        engine = next((engine for engine in self._engines if engine.url == url), None)
-        if engine is None:
-            self._placed.pop(key, None)
-        else:
-            self._placed[key] = engine
+        self._routes.place(key, url)
 
     async def capacities(self) -> list[tuple[str, EngineCapacity]]:
-        """Return the URL and the capacity of each engine (`read_capacities`).
-
-        A router chooses the engine itself, so with a router there is a single entry: its URL and the sums.
-        """
+        """Return the URL and the capacity of each engine (`read_capacities`); with a router, its URL and the sums."""
         urls = [engine.url for engine in self._engines]
         capacities = await read_capacities(self._connected(), urls, wait_s=self._retry_for_s)
-        if self._router is None or not capacities:
-            return list(zip(urls, capacities, strict=False))
-        total = EngineCapacity(sum(each.tokens for each in capacities), sum(each.requests for each in capacities))
-        return [(self._router, total)]
+        if self._routes.router is not None and capacities:  # it chooses the engine itself
+            return [(self._routes.router, total_capacity(capacities))]
+        return list(zip(urls, capacities, strict=False))
 
     async def generate(
         self,
@@ -203,6 +189,7 @@ class EngineClient:
         ready: Callable[[], Awaitable[None]] | None = None,
         on_retry: Callable[[], None] = lambda: None,
         first: tuple[int, Callable[[Generation], None]] | None = None,
+        encoded: Sequence[bytes] = (),
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`, or up to and including one of the `stop` strings.
 
@@ -221,6 +208,8 @@ class EngineClient:
             first: a number of tokens, and what is called with that many first tokens while the engine samples the rest;
                 not called if the answer has no more. The answer begins with these tokens: if the attempt fails later,
                 it is cut short after them. Needs `streams`, and no `routes`.
+            encoded: `encode_ids` of consecutive parts of `input_ids`, if the caller has it: writing 16,000 tokens as
+                JSON costs a third of a request.
 
         Raises:
             EngineUnavailableError: no answer after all retries.
@@ -230,7 +219,13 @@ class EngineClient:
         watch = None if first is None else FirstTokens(first[0], partial(self._accept_first, *first))
         stream = 0 if not self.streams else NO_MORE if first is None else first[0]
         body = generation_request(
-            input_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, routes=routes, stream=stream
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            routes=routes,
+            stream=stream,
+            encoded=encoded,
         )
         answer = await self._request(self._in_cache(body, key), key, ready, on_retry, watch)
         if watch is not None and answer is watch.answer:
@@ -293,14 +288,14 @@ class EngineClient:
             if not self._gate.is_set():
                 await self._gate.wait()
                 give_up, strikes = float("inf"), 0
-            engine = self._pick(key)
+            engine = self._routes.pick(key, clock())
             if (backoff_s := engine.backoff_until - clock()) > 0:
                 await asyncio.sleep(backoff_s)
                 continue  # another engine may be up by now, or a pause may have begun
             try:
                 if not await self._is_ready(engine, ready):
                     continue  # a pause has begun meanwhile and did not count this request
-                engine = self._pick(key)
+                engine = self._routes.pick(key, clock())
                 answer = await self._attempt(engine, body, key, first)
                 self._check_version(version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, TransientError) as error:
@@ -322,7 +317,8 @@ class EngineClient:
                 if clock() >= give_up:
                     text = f"the engine at {engine.url} does not answer: {failure_message(error)}"
                     raise EngineUnavailableError(text) from error
-                await self._rest(engine, error, strikes)
+                stale = isinstance(error, StaleError)
+                await asyncio.sleep(engine.rest_s(failure_reason(error), stale=stale, strikes=strikes, now=clock()))
             else:
                 engine.record_answer()
                 return answer
@@ -334,29 +330,6 @@ class EngineClient:
         if ready is not None:
             await ready()
         return self._gate.is_set()
-
-    async def _rest(self, engine: EngineState, error: Exception, strikes: int) -> None:
-        """Wait after a failed attempt, or have all requests to the engine wait if the engine has failed.
-
-        The cause of a failed request may be that request, so others continue: a tree that moves computes its prefixes
-        again elsewhere. A timeout is a sign of load.
-        """
-        if isinstance(error, aiohttp.ClientError):
-            engine.incarnation = None
-        if failure_reason(error) == "timeout":
-            return
-        if engine.incarnation and not isinstance(error, StaleError) and strikes % _STRIKES:
-            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (strikes - 1))
-        else:
-            engine.record_failure(asyncio.get_running_loop().time())
-
-    def _pick(self, key: str) -> EngineState:
-        if self._router is None or key in self._bypass_router:
-            now, placed = asyncio.get_running_loop().time(), self._placed.get(key)
-            return (
-                placed if placed is not None and placed.backoff_until <= now else pick_engine(key, self._engines, now)
-            )
-        return self._routed.setdefault(key, EngineState(self._router))
 
     async def _attempt(
         self, engine: EngineState, body: Mapping[str, Any], key: str = "", first: FirstTokens | None = None
@@ -399,11 +372,8 @@ class EngineClient:
 
         Only the router knows which engine that is, so each engine's version is checked before it is used.
         """
-        if key in self._bypass_router:
+        if not self._routes.bypass_router(key):
             return  # another path of the tree has noticed first
-        self._bypass_router.add(key)
-        for engine in self._engines:
-            engine.suspect = True
         await asyncio.gather(*map(self._check_stale, self._engines))
 
     async def _check_stale(self, engine: EngineState) -> None:

@@ -11,11 +11,10 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
-import msgspec
 import orjson
 
 from arpo_megatron.engine.affinity import EngineState
-from arpo_megatron.engine.request import EngineRefusedError, version_of
+from arpo_megatron.engine.request import EngineRefusedError, encode_request, version_of
 from arpo_megatron.engine.wire.endpoints import INCARNATION_HEADER
 
 T = TypeVar("T")
@@ -28,7 +27,6 @@ QUEUE_FACTOR = 10.0
 """An accepted request may wait this many times its deadline in the engine's queue. Only a lost request does."""
 _TRANSIENT_STATUS = 500  # and above: starting, shutting down, weights arriving, a router without an engine
 _ALSO_TRANSIENT = (408, 425, 429)  # timeout, too early, too many requests: from a proxy or router
-_decode = msgspec.json.Decoder().decode
 
 
 class TransientError(Exception):
@@ -73,7 +71,7 @@ async def post_generation(
     Args:
         session: HTTP client.
         engine: where it is sent.
-        body: the request, with numpy arrays; streamed if it has `stream`.
+        body: the request, see `encode_request`; streamed if it has `stream`.
         headers: headers of the request.
         timeout_s: deadline. That of a streamed request starts when the request starts to run.
         first: receives the first tokens of a streamed answer.
@@ -85,7 +83,7 @@ async def post_generation(
         TimeoutError: the engine is alive and took too long.
     """
     loop = asyncio.get_running_loop()
-    content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    content = encode_request(body)
     headers = {"Content-Type": "application/json", **headers}
     async with asyncio.timeout(timeout_s) as deadline:
         async with session.post(f"{engine.url}/generate", data=content, headers=headers) as response:
@@ -169,7 +167,7 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 def _checked(content: bytes) -> dict[str, Any]:
     """Return the answer's JSON. Raises TransientError if it is cut off or lacks SGLang's fields."""
     try:
-        answer: dict[str, Any] = _decode(content)
+        answer: dict[str, Any] = orjson.loads(content)
         if "meta_info" not in answer and "message" in answer.get("error", ""):
             raise EngineRefusedError(f"the engine refuses the request: {answer['error']['message'][:500]}")
         meta = answer["meta_info"]

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import orjson
 
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.server.entropy import META_KEY
@@ -88,9 +89,38 @@ class Sampling:
         return parameters if self.seed is None else parameters | {"sampling_seed": self.seed}
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedIds:
+    """Token ids that were written as JSON before."""
+
+    parts: Sequence[bytes]
+    """`encode_ids` of consecutive parts; none is empty."""
+    count: int
+    """Number of ids."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
 def as_ids(ids: Sequence[int] | Int32Array) -> Int32Array:
     """Return token ids as int32[n], which the client writes as JSON ten times as fast as a list."""
     return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def encode_ids(ids: Int32Array) -> bytes:
+    """Return int32[n] as the elements of a JSON array, without its brackets."""
+    return orjson.dumps(as_ids(ids), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def encode_request(body: Mapping[str, Any]) -> bytes:
+    """Return a request, with numpy arrays or `EncodedIds`, as JSON."""
+    return orjson.dumps(body, default=_fragment, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS)
+
+
+def _fragment(value: object) -> orjson.Fragment:
+    if not isinstance(value, EncodedIds):
+        raise TypeError(f"a request has a value of type {type(value).__name__}")
+    return orjson.Fragment(b"[" + b",".join(value.parts) + b"]")
 
 
 def generation_request(
@@ -101,18 +131,21 @@ def generation_request(
     stop: Sequence[str],
     routes: ExpertRouteRequest | None,
     stream: int = 0,
+    encoded: Sequence[bytes] = (),
 ) -> dict[str, Any]:
     """Return the request for a `Generation`; `EngineClient.generate` documents the other arguments.
 
     Args:
         stream: stream a piece of the answer after this many tokens; 0: the answer comes in one piece.
+        encoded: see `EngineClient.generate`.
     """
     parameters = sampling.as_request() | {"max_new_tokens": max_new_tokens}
     if stop:
         parameters["stop"] = list(stop)
     if stream:
         parameters["stream_interval"] = stream
-    body: dict[str, Any] = {"input_ids": as_ids(input_ids), "sampling_params": parameters, "return_logprob": True}
+    ids = EncodedIds(encoded, len(input_ids)) if encoded else as_ids(input_ids)
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
     if stream:
         body["stream"] = True
     return body if routes is None else body | routes.as_request()

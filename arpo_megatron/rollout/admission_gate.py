@@ -2,22 +2,30 @@
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
+
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
-from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
+from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.admission import AdmissionFigures, KvAdmission, PathId
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Role
 
-_SPARE_REQUESTS = 1.125
+SPARE_REQUESTS = 1.125
 """Requests sent to an engine over those that it runs: the next ones are there when some end."""
 
+_PROBE_TOKENS = (16, 1024)
+"""Prefixes whose prefill is timed when the gate opens; the difference excludes the fixed cost of a request."""
+_PROBE_IDS = 200
+"""Token ids below this one, which every vocabulary has."""
 _UNLIMITED = EngineCapacity(tokens=2**50, requests=2**40)
 
 
@@ -66,12 +74,35 @@ class AdmissionGate:
             await asyncio.gather(self._opening, return_exceptions=True)
 
     async def _open(self) -> None:
-        capacities = await self.engine.capacities() or [("", _UNLIMITED)]
+        capacities = await self.engine.capacities()
+        rebuild_s = math.inf
+        if capacities:
+            tokens = sum(each.tokens for _, each in capacities) / len(capacities)
+            rebuild_s = tokens * await self._prefill_s(int(tokens))
+        else:
+            capacities = [("", _UNLIMITED)]
         self.urls = [url for url, _ in capacities]
         self.admission.set_capacities(
-            [replace(each, requests=int(each.requests * _SPARE_REQUESTS) + 1) for _, each in capacities]
+            [replace(each, requests=int(each.requests * SPARE_REQUESTS) + 1) for _, each in capacities], rebuild_s
         )
         self.grant()
+
+    async def _prefill_s(self, tokens: int) -> float:
+        """Return the seconds in which an idle engine with a pool of `tokens` computes a prompt token.
+
+        It is infinite if an engine does not compute the probes.
+        """
+        clock, draw = asyncio.get_running_loop().time, np.random.default_rng()
+        small, large = (min(length, tokens // 4) for length in _PROBE_TOKENS)
+        best = {small: math.inf, large: math.inf}
+        try:
+            for length in 2 * (small, large):  # the first of each warms the engine up
+                began = clock()
+                await self.engine.prefill(draw.integers(3, _PROBE_IDS, length).astype(np.int32))
+                best[length] = min(best[length], clock() - began)
+        except (EngineRefusedError, EngineUnavailableError):
+            return math.inf
+        return max(best[large] - best[small], 0.0) / (large - small) if large > small else math.inf
 
     def tree(self, routing_key: str, prompt: int, longest: int) -> "TreeAdmission":
         """Return the admission of a new tree, which is younger than all before it; `KvAdmission.add_tree` has more."""
@@ -122,6 +153,27 @@ class TreeAdmission:
         self._gate.admission.remove_tree(self._number)
         self._gate.engine.place(self._routing_key, None)
         self._gate.grant()
+
+    @contextmanager
+    def tool_call(self, node: Node) -> Iterator[None]:
+        """Note that the path of a segment waits for a tool during the block."""
+        gate, key, began = self._gate, path_of(node.key), time.monotonic()
+
+        def release() -> None:
+            gate.admission.release(self._number, key)
+            gate.grant()
+
+        patience_s, timer = gate.admission.patience_s, None
+        if not patience_s:
+            release()
+        elif math.isfinite(patience_s):
+            timer = asyncio.get_running_loop().call_later(patience_s, release)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            gate.admission.tool_answered(time.monotonic() - began)
 
     @asynccontextmanager
     async def turn(self, node: Node, length: int) -> AsyncIterator[Turn]:

@@ -3,10 +3,14 @@
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+_INTERVAL_S = 0.1
 
 
 class Outbox:
@@ -39,3 +43,18 @@ def hang_up(connection: "Connection[Any, Any]") -> None:
     """Shut a connection down while another thread waits for a message."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
+
+
+def connect(address: Path, patience_s: float, closed: threading.Event) -> "Connection[Any, Any]":
+    """Wait until a process listens at a socket; return the connection to it.
+
+    Raises:
+        OSError: none has listened for `patience_s` seconds, or `closed` is set.
+    """
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            return Client(str(address), "AF_UNIX")
+        except OSError:
+            if closed.wait(_INTERVAL_S) or time.monotonic() > give_up:
+                raise

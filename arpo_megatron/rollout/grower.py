@@ -22,7 +22,6 @@ came back first:
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -50,7 +49,7 @@ from arpo_megatron.rollout.lost_branches import (
     needed_calls,
     without_lost_branches,
 )
-from arpo_megatron.rollout.node import Node, depth_first
+from arpo_megatron.rollout.node import Node, build_tree
 from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.protocols.base import Malformed
 from arpo_megatron.tasks.tags.calls import ANSWER_STOP, ends_inside_stop, find_stop
@@ -375,26 +374,7 @@ class TreeGrower:
         )
 
     def _build_tree(self) -> RolloutTree:
-        """Copy the nodes to a `RolloutTree`."""
-        root, step, seconds = self._root, self._context.step, self._client.age_s
-        tree = RolloutTree(self.task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
-        keys = [root.key]
-        for parent, node in itertools.islice(depth_first(self._root), 1, None):
-            keys.append(node.key)
-            tree.add(
-                parent,
-                node.role,
-                node.token_ids,
-                logprobs=node.logprobs,
-                entropies=node.entropies,
-                policy_version=node.policy_version,
-                finish=node.finish,
-                branch=node.branch,
-                tool=node.tool,
-                routes=node.routes,
-                rewards=node.rewards,
-                ended_s=node.ended_s,
-            )
+        tree, keys = build_tree(self._root, self.task_id, step=self._context.step, seconds=self._client.age_s)
         probed = isinstance(self._context.policy, ProbingPolicy)
         tree.needs = needed_calls(tree, keys, probed=probed, shared_round=self._forks.shared_round)
         return tree

@@ -11,17 +11,16 @@ reads it at all times, also while the trainer trains, and reconnects when it is 
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.rollout.connection import hang_up
+from arpo_megatron.rollout.connection import connect, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
@@ -47,7 +46,6 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.heartbeat import beat
 
-_CONNECT_INTERVAL_S = 0.1
 _CLOSE_DEADLINE_S = 5.0
 _GREETING = 0
 """Id of the first request of each connection."""
@@ -341,15 +339,10 @@ class RolloutHandle:
             self._answers.put((_GREETING, RolloutError(text)))
 
     def _connect(self) -> "Connection[object, object]":
-        give_up = time.monotonic() + self._patience_s
-        while True:
-            try:
-                return Client(str(self._address), "AF_UNIX")
-            except OSError as error:
-                if self._closed.wait(_CONNECT_INTERVAL_S) or time.monotonic() > give_up:
-                    raise RolloutError(
-                        f"the rollout process does not listen at {self._address}: {error.strerror}"
-                    ) from None
+        try:
+            return connect(self._address, self._patience_s, self._closed)
+        except OSError as error:
+            raise RolloutError(f"the rollout process does not listen at {self._address}: {error.strerror}") from None
 
     def _restore(self, connection: "Connection[object, object]") -> None:
         """Send the unfinished trees and the pending request, for a process that was restarted."""

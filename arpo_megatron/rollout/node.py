@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from arpo_megatron.algorithms.branching import PathKey
-from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int16Array, Int32Array, Role, ToolRecord
+from arpo_megatron.engine.request import encode_ids
+from arpo_megatron.tree import BranchRecord, Finish, Float32Array, Int16Array, Int32Array, Role, RolloutTree, ToolRecord
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Node:
     ended_s: float | None = None
     parent: "Node | None" = None
     children: "list[Node]" = field(default_factory=list)
+    encoded: bytes | None = None
+    """`encode_ids` of its tokens, after the first request below it: 6 to 7 bytes a token."""
 
     def add_child(self, role: Role) -> "Node":
         """Add a segment below this one, with the next free path key."""
@@ -69,6 +72,18 @@ class Node:
                 node.routes[first - begin : last - begin] = routes[first - stop : last - stop]
             node, length = node.parent, begin
 
+    def encoded_path(self) -> list[bytes]:
+        """Return `encode_ids` of each segment from the root to this one. None of them may change afterwards."""
+        parts, node = list[bytes](), self
+        while True:
+            if node.encoded is None:
+                node.encoded = encode_ids(node.token_ids)
+            if node.encoded:
+                parts.append(node.encoded)
+            if node.parent is None:
+                return parts[::-1]
+            node = node.parent
+
     def path_length(self) -> int:
         """Return the number of tokens from the root to the end of this segment."""
         return len(self.token_ids) + (0 if self.parent is None else self.parent.path_length())
@@ -84,3 +99,26 @@ def depth_first(root: Node) -> Iterator[tuple[int, Node]]:
         parent, node = pending.pop()
         yield parent, node
         pending += [(index, child) for child in reversed(node.children)]
+
+
+def build_tree(root: Node, task_id: str, *, step: int, seconds: float) -> tuple[RolloutTree, list[PathKey]]:
+    """Copy the segments from `root` downwards to a tree; return it with the path key of each segment."""
+    tree = RolloutTree(task_id, root.token_ids, routes=root.routes, step=step, seconds=seconds)
+    keys = [root.key]
+    for parent, node in itertools.islice(depth_first(root), 1, None):
+        keys.append(node.key)
+        tree.add(
+            parent,
+            node.role,
+            node.token_ids,
+            logprobs=node.logprobs,
+            entropies=node.entropies,
+            policy_version=node.policy_version,
+            finish=node.finish,
+            branch=node.branch,
+            tool=node.tool,
+            routes=node.routes,
+            rewards=node.rewards,
+            ended_s=node.ended_s,
+        )
+    return tree, keys

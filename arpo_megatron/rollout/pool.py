@@ -8,10 +8,9 @@ continue with the next policy. Tool calls run on during a pause.
 import asyncio
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,16 +19,14 @@ from arpo_megatron.algorithms.branching import BranchPolicy, GrpoPolicy
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
-from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
-from arpo_megatron.rollout.admission_gate import AdmissionGate, TreeAdmission
-from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext, ToolTextError, routing_key
-from arpo_megatron.rollout.environments import EnvironmentStateError, TreeEnvironments
+from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats
+from arpo_megatron.rollout.admission_gate import AdmissionGate
+from arpo_megatron.rollout.context import RolloutContext, routing_key
+from arpo_megatron.rollout.environments import TreeEnvironments
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
-from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
 from arpo_megatron.rollout.messages import (
     CollectTrees,
-    IncompleteTree,
     LiveTree,
     RolloutProgress,
     RolloutReport,
@@ -39,66 +36,15 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.shared_prefixes import common_prefix_length
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.rollout.tree_queue import TREE_FAILURES, PoolTree, TreeQueue, TreeStoppedError
 from arpo_megatron.tasks.environments.base import MakeEnvironment, can_fork
 from arpo_megatron.tasks.protocols.base import CallProtocol, TextCodec
 from arpo_megatron.tasks.tags.calls import ends_inside_stop
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
 from arpo_megatron.tree import Int32Array, RolloutTree
-from tools_sandbox.client import SandboxError
-
-TREE_FAILURES = (
-    *(EngineUnavailableError, EngineRefusedError, SandboxError, AllBranchesLostError),
-    *(PromptTooLongError, ToolTextError, EnvironmentStateError),
-)
-"""Expected errors of one tree. Any other error fails its tree, too, and its traceback is printed."""
-
-
-class TreeStoppedError(Exception):
-    """The tree was stopped before it was finished."""
-
 
 _PROGRESS_INTERVAL_S = 0.25
 _HEARTBEAT_S = 1.0
-
-
-@dataclass(slots=True)
-class _PoolTree:
-    """A tree that grows, or that waits for its collection."""
-
-    tree_id: int
-    routing_key: str
-    version: int
-    """Policy version at its start."""
-    grower: TreeGrower
-    admission: TreeAdmission | None = None
-    environments: TreeEnvironments | None = None
-    job: "asyncio.Task[None] | None" = None
-    result: RolloutTree | Exception | None = None
-    """The finished tree, or why it failed; None while it grows."""
-    stats: TreeStats | None = None
-    """Figures of a finished tree, computed at its end: at the end of a step they would block the event loop."""
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Trees of one purpose, which are collected together, and their costs since the last report."""
-
-    policy: BranchPolicy
-    """Branch policy of the newest tree."""
-    limits: RolloutLimits
-    """Limits of the newest tree."""
-    trees: list[_PoolTree] = field(default_factory=list)
-    """Trees that were not collected, in the order of their start."""
-    unfinished: Counter[int] = field(default_factory=Counter)
-    """Number of unfinished trees by policy version at their start."""
-    prefills: RolloutCounts = field(default_factory=RolloutCounts)
-    """Costs of prefixes that were prefilled for several trees."""
-    shares: AnsweredShares = field(default_factory=AnsweredShares)
-    """Shares of tool calls that are answered."""
-    since: float = field(default_factory=time.monotonic)
-    """Time of the last report, or of the first tree's start."""
-    tokens: int = 0
-    """Tokens sampled since then."""
 
 
 class TreePool:
@@ -147,7 +93,7 @@ class TreePool:
         self._send = send
         self._record = record
         self._expert_routes = expert_routes
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, TreeQueue] = {}
         self._stale: set[str] = set()
         self._changed = asyncio.Event()
         self._prefill_after_push: asyncio.Task[None] | None = None
@@ -166,7 +112,7 @@ class TreePool:
             if not self._can_fork:
                 policy = GrpoPolicy(policy.total)
             limits = replace(each.settings.limits, protocol=self._protocol)
-            queue = self._queues.setdefault(each.purpose, _Queue(policy, limits))
+            queue = self._queues.setdefault(each.purpose, TreeQueue(policy, limits))
             queue.policy, queue.limits = policy, limits
             if not queue.trees:
                 queue.since = time.monotonic()
@@ -174,13 +120,13 @@ class TreePool:
             key = routing_key(each.step, each.task.id)
             self._engine.begin_tree(key, each.version)
             grower = self._grower(each, prompt, queue, environments)
-            tree = _PoolTree(each.tree_id, key, each.version, grower, grower.admission, environments)
+            tree = PoolTree(each.tree_id, key, each.version, grower, grower.admission, environments)
             queue.trees.append(tree)
             queue.unfinished[tree.version] += 1
             tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
 
     def _grower(
-        self, tree: LiveTree, prompt: Int32Array, queue: _Queue, environments: TreeEnvironments | None
+        self, tree: LiveTree, prompt: Int32Array, queue: TreeQueue, environments: TreeEnvironments | None
     ) -> TreeGrower:
         settings = tree.settings
         admission = None
@@ -239,7 +185,7 @@ class TreePool:
         self._engine.resume(self._engine.version)
         return self._report(queue, len(queue.trees), None)
 
-    async def _until_finished(self, queue: _Queue, count: int, finish_before: int | None) -> None:
+    async def _until_finished(self, queue: TreeQueue, count: int, finish_before: int | None) -> None:
         """Wait until `count` trees and all that started before a version are finished, and send progress."""
         sent_at = 0.0
         while True:
@@ -252,7 +198,7 @@ class TreePool:
                 done, held = min(count, len(queue.trees) - growing), self._admission and self._admission.figures()
                 paths = (held.resident, held.waiting) if held else (0, 0)
                 self._send(RolloutProgress(done, count, queue.tokens, *paths))
-            if len(queue.trees) - growing >= count and not self._overdue(queue, finish_before):
+            if len(queue.trees) - growing >= count and not queue.overdue(finish_before):
                 return
             self._changed.clear()
             with suppress(TimeoutError):  # progress is also sent if nothing happens
@@ -287,37 +233,11 @@ class TreePool:
         self._stale.add(url)
         self._changed.set()
 
-    @staticmethod
-    def _overdue(queue: _Queue, finish_before: int | None) -> bool:
-        return finish_before is not None and any(
-            count and version < finish_before for version, count in queue.unfinished.items()
-        )
-
-    def _report(self, queue: _Queue, count: int, finish_before: int | None) -> RolloutReport:
-        finished = sorted((tree for tree in queue.trees if tree.result is not None), key=lambda tree: tree.version)
-        due = 0 if finish_before is None else sum(tree.version < finish_before for tree in finished)
-        collected = finished[: max(count, due)]
-        taken = set(map(id, collected))
-        queue.trees = [tree for tree in queue.trees if id(tree) not in taken]
-        counts, queue.prefills = queue.prefills, RolloutCounts()
-        for tree in collected:
-            counts.add(tree.grower.counts)
-        trees = [tree.result for tree in collected if isinstance(tree.result, RolloutTree)]
-        failed = [_incomplete(tree, tree.result) for tree in collected if isinstance(tree.result, Exception)]
-        now = time.monotonic()
-
-        each = [tree.stats for tree in collected if tree.stats is not None]
-        stats = rollout_stats(trees, counts, each, failed=len(failed), seconds=now - queue.since)
-        queue.since = now
+    def _report(self, queue: TreeQueue, count: int, finish_before: int | None) -> RolloutReport:
         self._send(RolloutProgress(count, count, queue.tokens))
-        queue.tokens = 0
-        shares = queue.shares.add(tree.grower.calls for tree in collected)
-        for grown in trees:
-            grown.answered_shares = dict(shares)
-        reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
-        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
+        return queue.report(count, finish_before)
 
-    async def _grow(self, tree: _PoolTree, queue: _Queue, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
+    async def _grow(self, tree: PoolTree, queue: TreeQueue, common: "asyncio.Task[None]", costs: RolloutCounts) -> None:
         try:
             try:
                 await asyncio.shield(common)
@@ -377,21 +297,9 @@ class TreePool:
         if self._prefill_after_push is not None and not self._prefill_after_push.done():
             await asyncio.shield(self._prefill_after_push)
 
-    def _count_tokens(self, queue: _Queue, tokens: int) -> None:
+    def _count_tokens(self, queue: TreeQueue, tokens: int) -> None:
         queue.tokens += tokens
         self._changed.set()  # lets `collect` send progress
-
-
-def _incomplete(tree: _PoolTree, error: Exception) -> IncompleteTree:
-    reason = f"{type(error).__name__}: {error}"
-    if not isinstance(error, (*TREE_FAILURES, TreeStoppedError)):
-        reason += " (its traceback is in rollout.log)"
-    try:
-        partial_tree = tree.grower.partial_tree()
-    except Exception:  # the error that failed the tree may be in its record
-        traceback.print_exc()
-        partial_tree = RolloutTree(tree.grower.task_id, tree.grower.prompt)
-    return IncompleteTree(partial_tree, reason)
 
 
 def _taken(counts: RolloutCounts) -> RolloutCounts:
@@ -401,7 +309,7 @@ def _taken(counts: RolloutCounts) -> RolloutCounts:
     return copy
 
 
-async def _cancel(trees: Sequence[_PoolTree]) -> None:
+async def _cancel(trees: Sequence[PoolTree]) -> None:
     jobs = [tree.job for tree in trees if tree.job is not None]
     for job in jobs:
         job.cancel()

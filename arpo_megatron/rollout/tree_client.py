@@ -15,7 +15,7 @@ import numpy as np
 
 from arpo_megatron.algorithms.branching import PathKey, path_seed
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
-from arpo_megatron.engine.request import Generation
+from arpo_megatron.engine.request import Generation, encode_ids
 from arpo_megatron.rollout.accounting import RolloutCounts
 from arpo_megatron.rollout.admission_gate import Turn
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError, routing_key
@@ -125,6 +125,7 @@ class TreeClient:
                 ready=partial(self._ready, node, prefix),
                 on_retry=self._count_retry,
                 first=None if first is None else (first[0], partial(self._report_first, node, first[1])),
+                encoded=_encoded(node, previous),
             )
             turn.length, turn.cached = len(tokens) + len(generation.token_ids), generation.cached_tokens
         self.counts.tokens_recomputed += turn.recomputed
@@ -179,7 +180,9 @@ class TreeClient:
             self._count(result)
             return result
         try:
-            result = await self._send_call(node, call)
+            admission = self._context.admission
+            with nullcontext() if admission is None else admission.tool_call(node):
+                result = await self._send_call(node, call)
         except SandboxUnavailable as error:
             self.failed_calls[call.tool] = str(error)
             record = ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False)
@@ -288,3 +291,8 @@ class TreeClient:
 
     def _count_retry(self) -> None:
         self.counts.retries += 1
+
+
+def _encoded(node: Node, previous: Sequence[Generation]) -> list[bytes]:
+    above = [] if node.parent is None else node.parent.encoded_path()
+    return above + [encode_ids(each.token_ids) for each in previous if len(each.token_ids)]

@@ -25,7 +25,7 @@ from tests.rollout.test_shared_prefixes import script
 
 
 def admission(*capacities: EngineCapacity, trees: int = 4, paths: int = 4, prompt: int = 100) -> KvAdmission:
-    """Return an admission with trees whose paths all ask; a path is expected to have 400 tokens after the prompt."""
+    """Return an admission with trees whose paths all ask; each counts for 310 tokens after the prompt."""
     found = KvAdmission(capacities)
     for tree in range(trees):
         found.add_tree(tree, prompt, 800)
@@ -40,7 +40,7 @@ def granted(found: KvAdmission) -> list[PathId]:
 
 
 def test_as_many_paths_run_as_the_pool_is_expected_to_hold() -> None:
-    found = admission(EngineCapacity(1800, 64))  # 1800 tokens: a prompt and four paths, or two prompts and four paths
+    found = admission(EngineCapacity(1700, 64))  # a prompt and four paths of 310 tokens need 1340
     assert granted(found) == [(0, (0,)), (0, (1,)), (0, (2,)), (0, (3,))]
     assert found.figures().waiting == 12
     assert granted(found) == []
@@ -64,7 +64,7 @@ def test_path_larger_than_the_pool_runs_alone() -> None:
 
 
 def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
-    found = admission(EngineCapacity(1080, 8), trees=2, paths=2)
+    found = admission(EngineCapacity(900, 8), trees=2, paths=2)
     assert granted(found) == [(0, (0,)), (0, (1,))]
     found.answered(0, 0, (0,), 300, 0)
     found.add_path(0, (0, 0, 1), (0,), 300)
@@ -129,12 +129,41 @@ def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
     assert granted(found) == [(1, (0,))]
 
 
+def test_path_that_waits_longer_than_a_rebuild_of_the_pool_gives_its_room_away() -> None:
+    found = admission(EngineCapacity(900, 64), trees=2, paths=1)
+    found.set_capacities([EngineCapacity(500, 64)], rebuild_s=2.0)
+    assert granted(found) == [(0, (0,))]
+    found.answered(0, 0, (0,), 200, 0)
+    assert granted(found) == []
+    assert found.patience_s == 2.0
+    found.release(0, (0,))
+    assert granted(found) == [(1, (0,))]
+    assert (found.figures().released, found.figures().resident) == (1, 1)
+    found.ask(0, (0,), 230)
+    assert granted(found) == [], "it waits for room, like every path that is not resident"
+    found.answered(0, 1, (0,), 200, 0)
+    found.end(1, (0,))
+    assert granted(found) == [(0, (0,))]
+    before = found.figures().margin
+    assert found.answered(0, 0, (0,), 260, 0) == 199, "it lost its KV"
+    assert found.figures().margin == before, "which is what the release was for, and no sign of a full pool"
+
+
+@pytest.mark.parametrize(("seconds", "patience_s"), [((0.5,), 2.0), ((9.0,), 0.0), ((0.1, 9.0, 0.1), 2.0)])
+def test_slow_tools_release_their_paths_at_once(seconds: tuple[float, ...], patience_s: float) -> None:
+    """What pays is compared on average: 1.9 s, -2 s, 1.9 s of a prefill of 2 s in the last case."""
+    found = KvAdmission([EngineCapacity(500, 64)], rebuild_s=2.0)
+    for each in seconds:
+        found.tool_answered(each)
+    assert found.patience_s == patience_s
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(200, 5000), st.integers(1, 9))
 def test_every_request_is_granted_in_the_end(seed: int, engines: int, tokens: int, requests: int) -> None:
     """Random trees: no deadlock, no more requests than an engine takes, and no tokens left counted at the end."""
     draw = random.Random(seed)
-    found = KvAdmission([EngineCapacity(tokens, requests)] * engines)
+    found = KvAdmission([EngineCapacity(tokens, requests)] * engines, rebuild_s=1.0)
     running: list[tuple[PathId, int]] = []
     lengths: dict[PathId, int] = {}
     segments: Counter[PathId] = Counter()
@@ -163,6 +192,9 @@ def test_every_request_is_granted_in_the_end(seed: int, engines: int, tokens: in
             if draw.random() < 0.3:
                 add((path[0], (*path[1], 0, 1 + len(segments))), path[1], length)
         else:
+            if draw.random() < 0.5:
+                found.release(*path)
+            found.tool_answered(draw.choice([0.1, 0.9, 5.0]))
             found.ask(*path, lengths[path])
     found.remove_tree(paths_of_removed)
     assert found.grant() == []

@@ -15,8 +15,8 @@ from arpo_megatron.rollout.accounting import TreeStats, rollout_stats
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError
-from arpo_megatron.rollout.pool import TREE_FAILURES
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.rollout.tree_queue import TREE_FAILURES
 from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.tasks.tags.protocol import TagProtocol

@@ -1,8 +1,13 @@
 """One request for each segment: decisions are taken with first tokens that stream while the engine samples the rest."""
 
+import json
+
+import numpy as np
 import pytest
 
+from arpo_megatron.engine.request import Sampling, encode_request, generation_request
 from arpo_megatron.rollout.cache_prediction import predict_tree_requests
+from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import Start, any_of, arpo, grow
@@ -31,6 +36,22 @@ def test_fork_costs_one_request_and_grows_the_same_tree(scripted_engine: Start, 
     assert len(streamed.requests) == models + 1 < len(apart.requests), "one for the prompt"
     assert len(predict_tree_requests(tree, POLICY, streamed=True)) == models + 1
     assert grower.counts.requests == models + 1
+
+
+def test_written_prefixes_are_the_tokens_of_the_path() -> None:
+    """Each segment is written once, and requests below it repeat its bytes."""
+    root = Node(Role.PROMPT, (), np.array([5, 17, 300], np.int32))
+    node = root.add_child(Role.MODEL)
+    node.token_ids = np.array([2**31 - 1], np.int32)
+    node = node.add_continuation()  # cut short before its first token
+    tool = node.add_child(Role.TOOL)
+    tool.token_ids = np.array([0, 9], np.int32)
+    ids = [5, 17, 300, 2**31 - 1, 0, 9]
+    for below in (tool, tool):
+        encoded = below.encoded_path()
+        body = generation_request(ids, max_new_tokens=1, sampling=Sampling(), stop=(), routes=None, encoded=encoded)
+        assert json.loads(encode_request(body))["input_ids"] == ids
+    assert tool.encoded_path()[0] is root.encoded
 
 
 def test_decision_is_taken_while_the_path_continues(scripted_engine: Start, sandbox_url: str) -> None:
