@@ -10,7 +10,7 @@ from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.config import RewardConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.resolve import resolve
-from arpo_megatron.plan.workload import _mix
+from arpo_megatron.plan.workload import mix
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, check_params, load, make, names
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Response, ResponseGroup
@@ -97,7 +97,7 @@ def test_plugin_policy_without_forks_uses_group_size() -> None:
     ]
     config = resolve("quickstart", overrides=overrides)
     assert initial_trajectories(config.algorithm) == 4
-    assert _mix(config, 1.0).initial == 4
+    assert mix(config, 1.0).initial == 4
     with pytest.raises(
         UserError, match=r"algorithm\.initial_rollouts=8 exceeds algorithm\.group_size=4, and .*=random starts"
     ):

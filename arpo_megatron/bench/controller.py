@@ -1,128 +1,200 @@
-"""Cost of the rollout controller itself: a whole pool of trees whose ENGINE ANSWERS AND TOOLS ARE SIMULATED.
+"""Cost of the rollout controller at scale: a whole pool of trees against two stub engines over HTTP.
 
-Trees, forks, the parsing of calls, decisions, records and accounting are real. Two costs are left out:
-
-- HTTP, which the controller seconds of the runs with a real engine contain
-- sending records and reports to the trainer: they are made and dropped, so their pickling, the sending thread and the
-  memory of rank 0 are in no figure of `arpo bench rollout`
+Trees, forks, the parsing of calls, decisions, admission, HTTP, records and accounting are real. The engines answer
+without a model (`stub_engine`), and a share of their requests fails on purpose. Tools sleep in this process, so HTTP to
+the tool service is left out. So are the sending of records to the trainer and its memory for them.
 """
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
+from arpo_megatron.bench.stub_engine import FAILURES, StubSettings, command
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.exchange import FirstTokens
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.monitor.profiler import peak_memory_gb
+from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.limits import RolloutLimits
-from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
+from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role
+from arpo_megatron.utils.processes import raise_file_limit
 
-SIZES = (2048, 8192, 32768)
-"""Trajectories in flight from the start; forks add to them."""
+TREES = (512, 1024, 2048)
+ENGINES = 2
 ALGORITHM = AlgorithmConfig(group_size=16, initial_rollouts=8, entropy_tokens=4)
 LIMITS = RolloutLimits(
     max_length=2048, max_response_tokens=1024, max_tool_calls=3, max_tool_tokens=32, tool_timeout_s=600.0
 )
-SEGMENT = 24
-"""Tokens of a simulated segment; the last one is a tool call."""
-ANSWER_S = 1.0
-
-
-class SimulatedEngine(EngineClient):
-    """An engine client that answers after a second without an engine."""
-
-    def __init__(self, call: int) -> None:
-        super().__init__("http://nowhere.invalid")
-        self._call = call  # the token of a whole tool call
-        self.most_in_flight = 0
-
-    async def _exchange(
-        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
-    ) -> dict[str, Any]:
-        """Answer with `SEGMENT` tokens that end with a call, or fewer tokens if the limit is lower."""
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        count = min(body["sampling_params"]["max_new_tokens"], SEGMENT)
-        if count:  # not a prefill
-            await asyncio.sleep(ANSWER_S)
-        called = count == SEGMENT
-        prompt = len(body["input_ids"])
-        meta = {
-            "prompt_tokens": prompt,
-            "cached_tokens": prompt - 1 if count else 0,
-            "output_token_logprobs": [(-1.0,)] * count,
-            META_KEY: [1.0] * count,
-            "finish_reason": {"type": "stop", "matched": "</python>"} if called else {"type": "length"},
-        }
-        return {"output_ids": [20] * (count - 1) + [self._call if called else 20], "meta_info": meta}
+TOOL_S = 0.5
+FAILURE_SHARE = 0.01
+"""Share of the requests with each kind of failure."""
+DEADLINE_S = 20.0
+"""Deadline of a request: those that hang are repeated after it."""
+BLOCKED_S = 0.05
+"""A callback that takes longer blocks the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerTimings:
-    """CPU time and memory of a process with one number of concurrent trajectories."""
+class ControllerRun:
+    """Work and costs of the controller for one number of trees. CPU time and memory are those of its process."""
 
-    concurrent: int
-    """Most trajectories waiting for the engine at the same time."""
+    trees: int
+    finished: int
     trajectories: int
     segments: int
     """Number of MODEL segments."""
+    requests: int
+    """Requests that reached the engines."""
+    failed: int
+    """Requests that the engines let fail."""
+    bytes_per_request: float
+    """Mean size of a request's body."""
+    seconds: float
     cpu_ms_per_segment: float
-    """CPU time of the process."""
+    blocked: int
+    """Callbacks of the event loop that take more than `BLOCKED_S`."""
+    longest_callback_ms: float
+    """Time of the longest callback."""
     peak_gb: float
-    """Peak memory of the process in 10^9 bytes."""
+    """Peak memory in 10^9 bytes."""
+    lost: tuple[str, ...]
+    """Why trees could not be finished."""
 
 
-def bench_controller(model: Path) -> dict[str, Any]:
-    """Measure each size in a separate process, which gives it its own peak memory."""
+def bench_controller(model: Path, sizes: Sequence[int] = (), failure_share: float = FAILURE_SHARE) -> dict[str, Any]:
+    """Measure each number of trees, or `TREES`, in a separate process, which gives it its own peak memory."""
     rows = []
-    for size in SIZES:
-        command = [sys.executable, "-m", "arpo_megatron.bench.controller", str(model), str(size)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    for size in sizes or TREES:
+        arguments = [sys.executable, "-m", __name__, str(model), str(size), str(failure_share)]
+        done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"controller, simulated engine answers and tools: {rows[-1]}", file=sys.stderr)
+        print(f"controller with stub engines: {rows[-1]}", file=sys.stderr)
+    first, last = rows[0], rows[-1]
+    kb = (last["peak_gb"] - first["peak_gb"]) * 1e6 / max(1, last["trajectories"] - first["trajectories"])
     return {
-        "engine_answers": "simulated",
-        "tools": "simulated",
-        "left_out": "HTTP; sending records and reports to the trainer, and its memory for them",
+        "engines": f"{ENGINES} stub engines over HTTP",
+        "tools": "simulated in the process",
+        "failures": f"{failure_share:.1%} of each of {', '.join(FAILURES)}",
         "sizes": rows,
-        "cpu_ms_per_segment": rows[-1]["cpu_ms_per_segment"],
-        "growth": rows[-1]["cpu_ms_per_segment"] / rows[0]["cpu_ms_per_segment"],
-        "peak_gb": rows[-1]["peak_gb"],
+        "cpu_ms_per_segment": last["cpu_ms_per_segment"],
+        "growth": last["cpu_ms_per_segment"] / first["cpu_ms_per_segment"],
+        "longest_callback_ms": max(row["longest_callback_ms"] for row in rows),
+        "kb_per_trajectory": kb,
+        "peak_gb": last["peak_gb"],
+        "lost": sum(row["trees"] - row["finished"] for row in rows),
     }
 
 
-async def _measure(model: Path, size: int) -> ControllerTimings:
+async def run_controller(
+    model: Path, trees: int, failure_share: float, clock: Callable[[], float] = time.perf_counter, **settings: Any
+) -> ControllerRun:
+    """Grow trees against stub engines.
+
+    Args:
+        model: directory of the tokenizer.
+        trees: their number.
+        failure_share: share of the requests with each kind of failure.
+        clock: measures callbacks. `time.thread_time` leaves other load out, and may take longer than a callback.
+        settings: fields of `StubSettings`.
+    """
     codec = TokenizerCodec(model)
     policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=1)
-    tools, engine = SimulatedTools(ANSWER_S, LATENCIES["lognormal"]), SimulatedEngine(codec.vocabulary_size - 1)
-    pool = new_pool(engine, tools, codec, policy, 1)
-    tasks = tuple(
-        Task(f"task {n}", (), "", "math", f" w{n % 800} w1 w2") for n in range(size // ALGORITHM.initial_rollouts)
-    )
-    settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
-    before = time.process_time()
-    pool.start(start(tasks, step=0, version=0, settings=settings))
-    report = await pool.collect(CollectTrees(PURPOSE))
+    tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n % 800} w{n // 800} w2") for n in range(trees))
+    rollout = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
+    stub = StubSettings(call=codec.vocabulary_size - 1, failure_share=failure_share, **settings)
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(_stub(StubSettings(**{**asdict(stub), "seed": n}))) for n in range(ENGINES)]
+        callbacks = stack.enter_context(_timed_callbacks(clock))
+        async with (
+            EngineClient(*urls, streams=True, request_timeout_s=DEADLINE_S) as client,
+            AdmissionGate(client) as gate,
+        ):
+            tools = SimulatedTools(TOOL_S, LATENCIES["lognormal"])
+            pool = new_pool(client, tools, codec, policy, 1, gate)
+            before, began = time.process_time(), time.monotonic()
+            pool.start(start(tasks, step=0, version=0, settings=rollout))
+            report = await pool.collect(CollectTrees(PURPOSE))
+            cpu_s, seconds = time.process_time() - before, time.monotonic() - began
+            await pool.close()
+        counts = await _counts(urls)
+    return _row(report, counts, seconds=seconds, cpu_s=cpu_s, callbacks=callbacks, trees=trees)
+
+
+def _row(
+    report: RolloutReport, counts: Counter[str], *, seconds: float, cpu_s: float, callbacks: list[float], trees: int
+) -> ControllerRun:
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
-    cpu_s = time.process_time() - before
-    trajectories = sum(len(tree.leaves()) for tree in report.trees)
-    return ControllerTimings(engine.most_in_flight, trajectories, segments, 1e3 * cpu_s / segments, peak_memory_gb())
+    return ControllerRun(
+        trees=trees,
+        finished=len(report.trees),
+        trajectories=sum(len(tree.leaves()) for tree in report.trees),
+        segments=segments,
+        requests=counts["requests"],
+        failed=sum(counts[kind] for kind in FAILURES),
+        bytes_per_request=counts["bytes"] / counts["requests"],
+        seconds=seconds,
+        cpu_ms_per_segment=1e3 * cpu_s / max(1, segments),
+        blocked=sum(each > BLOCKED_S for each in callbacks),
+        longest_callback_ms=1e3 * max(callbacks, default=0.0),
+        peak_gb=peak_memory_gb(),
+        lost=tuple(sorted({failed.reason for failed in report.failed})),
+    )
+
+
+@contextlib.contextmanager
+def _stub(settings: StubSettings) -> Iterator[str]:
+    with subprocess.Popen(command(settings), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _timed_callbacks(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Collect the seconds of the event loop's callbacks that take more than a millisecond."""
+    run, long = asyncio.Handle._run, list[float]()
+
+    def timed(handle: asyncio.Handle) -> None:
+        before = clock()
+        run(handle)
+        if (took := clock() - before) > 1e-3:
+            long.append(took)
+
+    setattr(asyncio.Handle, "_run", timed)  # noqa: B010  (the loop has no hook for it)
+    try:
+        yield long
+    finally:
+        setattr(asyncio.Handle, "_run", run)  # noqa: B010
+
+
+async def _counts(urls: Sequence[str]) -> Counter[str]:
+    total = Counter[str]()
+    async with aiohttp.ClientSession() as session:
+        for url in urls:
+            async with session.get(f"{url}/counts") as response:
+                total.update(await response.json())
+    return total
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(asyncio.run(_measure(Path(sys.argv[1]), int(sys.argv[2]))))))
+    raise_file_limit()
+    path, size, share = sys.argv[1:]
+    print(json.dumps(asdict(asyncio.run(run_controller(Path(path), int(size), float(share))))))

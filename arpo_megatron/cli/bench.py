@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,6 +67,27 @@ def rollout(
     from arpo_megatron.bench.rollout import bench_rollout
 
     _answer("rollout", bench_rollout(full=full, progress=not json_only))
+
+
+@app.command()
+@with_dry_run
+def controller(
+    trees: Annotated[list[int] | None, typer.Option(help="Number of trees, may be repeated.")] = None,
+    failure_share: Annotated[
+        float, typer.Option(min=0.0, max=0.1, help="Share of the requests with each kind of failure.")
+    ] = 0.01,
+) -> None:
+    """Measure the rollout controller with thousands of trees against two stub engines over HTTP, some of which fail."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.bench.controller import bench_controller
+    from arpo_megatron.bench.tool_calling_model import write_model
+
+    with tempfile.TemporaryDirectory(prefix="arpo-bench-controller-") as folder:
+        write_model(Path(folder))
+        results = bench_controller(Path(folder), trees or (), failure_share)
+    _answer("controller", results)
+    if results["lost"]:
+        raise typer.Exit(1)
 
 
 @app.command()

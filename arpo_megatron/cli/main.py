@@ -244,6 +244,9 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
     search: Annotated[bool, typer.Option(help="Also search for better layouts (takes seconds).")] = True,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also simulate rollouts to choose admission and staleness (minutes).")
+    ] = False,
 ) -> None:
     """Estimate a job: memory by part, seconds by phase, GPU-hours, and better layouts on the same number of GPUs.
 
@@ -251,18 +254,23 @@ def plan_command(
     """
     from arpo_megatron.plan import Hardware, plan, report
     from arpo_megatron.plan.nodes import resolve_on_nodes
+    from arpo_megatron.plan.recommend import recommend
     from arpo_megatron.plan.search import search as search_layouts
 
     hardware = Hardware.named(gpu or resolve.gpu_of(recipe)) if cluster is None else _hardware_of(cluster)
     job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
     found = plan(job, hardware, nodes)
     others = search_layouts(found.config, hardware) if search else None
+    rollouts = recommend(found) if simulate and not found.config.sft_only else None
     if as_json:
-        print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {})}))
+        simulated = rollouts.to_dict() if rollouts else {}
+        print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {}), **simulated}))
     else:
         print(report.render(found), end="" if others is None else "\n")
         if others is not None:
             print(report.render_search(others), end="")
+        if rollouts is not None:
+            print("\n" + rollouts.render(), end="")
     if not found.fits:
         raise typer.Exit(1)
     next_command(f"arpo submit {recipe} --cluster NAME --dry-run")

@@ -52,24 +52,26 @@ class EngineState:
         self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
         return True
 
-    def rest_s(self, reason: str, *, stale: bool, strikes: int, now: float) -> float:
+    def rest_s(self, reason: str, *, stale: bool, strikes: int, now: float, probed: bool) -> float:
         """Return the seconds before a failed request is repeated; start a backoff if the engine itself has failed.
 
         The cause of a failed request may be that request, so others continue: a tree that moves computes its prefixes
         again elsewhere. A timeout is a sign of load.
 
         Args:
-            reason: why it failed; after "connection" it is not known which process answers next.
+            reason: why it failed; "connection" if there was no answer.
             stale: the engine has old weights.
             strikes: failures of the request in a row.
             now: time on the event loop's clock.
+            probed: before the next request, the engine is asked which process serves it.
         """
-        if reason == "connection":
-            self.incarnation = None
         if reason == "timeout":
             return 0.0
+        if reason == "connection" and (strikes > 1 or not probed):
+            self.incarnation = None
         if self.incarnation and not stale and strikes % _STRIKES:
-            return FIRST_BACKOFF_S * 2 ** (strikes - 1)
+            self.suspect = self.suspect or reason == "connection"
+            return FIRST_BACKOFF_S * float(2 ** (strikes - 1))
         self.record_failure(now)
         return 0.0
 

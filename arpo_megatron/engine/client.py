@@ -317,8 +317,9 @@ class EngineClient:
                 if clock() >= give_up:
                     text = f"the engine at {engine.url} does not answer: {failure_message(error)}"
                     raise EngineUnavailableError(text) from error
-                stale = isinstance(error, StaleError)
-                await asyncio.sleep(engine.rest_s(failure_reason(error), stale=stale, strikes=strikes, now=clock()))
+                reason, stale, own = failure_reason(error), isinstance(error, StaleError), engine in self._engines
+                rest_s = engine.rest_s(reason, stale=stale, strikes=strikes, now=clock(), probed=own)
+                await asyncio.sleep(rest_s)
             else:
                 engine.record_answer()
                 return answer

@@ -16,14 +16,15 @@ from typing import Literal
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.plan.simulated_engine import Block, EngineModel, Request, SimulatedEngine
-from arpo_megatron.rollout.admission import KvAdmission, PathId
+from arpo_megatron.rollout.admission import KvAdmission
 from arpo_megatron.rollout.admission_gate import SPARE_REQUESTS, path_of
+from arpo_megatron.rollout.admission_state import PathId
 from arpo_megatron.tree import Role, RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutModel:
-    """What is simulated."""
+    """Engine, trees and schedule of a simulation."""
 
     engine: EngineModel
     """The engine that grows the trees."""
@@ -44,6 +45,8 @@ class RolloutModel:
     """With 1, the trees of the next step grow while the trainer trains."""
     train_s: float = 0.0
     """Seconds of a step's training and push."""
+    shared: bool = False
+    """The engine has the trainer's GPUs, so nothing is sampled while it trains."""
 
 
 @dataclass(slots=True)
@@ -271,6 +274,8 @@ class _Simulation:
         if self._training or not due or self._finished - self._trained < due:
             return
         self._training = True
+        if self._model.shared:
+            self._engine.pause()
         self._at(self._model.train_s, lambda: self._pushed(due))
 
     def _pushed(self, due: int) -> None:
@@ -280,5 +285,6 @@ class _Simulation:
         self._engine.flush()
         if self._admission is not None:
             self._admission.flushed()
+        self._engine.resume()
         self._start_trees()
         self._train()

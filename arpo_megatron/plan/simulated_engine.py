@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._leaves: list[tuple[int, int, Block]] = []
         self._uses = itertools.count(1)
         self._ratio = self._first_ratio
-        self._full = self._active = False
+        self._full = self._active = self._paused = False
 
     @property
     def _first_ratio(self) -> float:
@@ -121,6 +121,17 @@ class SimulatedEngine:
             self._active = True
             self._at(0.0, self._iterate)
 
+    def pause(self) -> None:
+        """Compute nothing after the batch that runs, until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Continue."""
+        self._paused = False
+        if not self._active:
+            self._active = True
+            self._at(0.0, self._iterate)
+
     def flush(self) -> None:
         """Empty the cache, as a weight push does: running requests compute their tokens again."""
         for request in self._running:
@@ -130,7 +141,7 @@ class SimulatedEngine:
         self._evict(self.model.tokens, count=False)
 
     def _iterate(self) -> None:
-        if not self._queue and not self._running:
+        if self._paused or not (self._queue or self._running):
             self._active, self._ratio = False, self._first_ratio
             return
         took = self._prefill() or self._decode()

@@ -131,12 +131,12 @@ def decoding(config: JobConfig, spec: ModelSpec, hardware: Hardware, work: Workl
     # Siblings share their beginning in the pool.
     room = kv_tokens / max(1.0, work.unique / work.trajectories)
     batch = max(1.0, min(paths, engine.max_running_requests, room))
-    full, alone = (_decoding_step(config, spec, hardware, paths, work.depth) for paths in (batch, 1.0))
+    full, alone = (decoding_step(config, spec, hardware, paths, work.depth) for paths in (batch, 1.0))
     return Decoding(engine.replicas, batch, full, alone)
 
 
-def _decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
-    """Return the seconds of one step of an engine."""
+def decoding_step(config: JobConfig, spec: ModelSpec, hardware: Hardware, batch: float, depth: float) -> float:
+    """Return the seconds of one step of an engine for `batch` paths with `depth` tokens each."""
     engine = config.engine
     weights = engine_weights(config, spec)
     if spec.experts is not None:

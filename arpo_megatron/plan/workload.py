@@ -70,12 +70,12 @@ class Workload:
 
 def typical(config: JobConfig) -> Workload:
     """Return the workload for estimates of time."""
-    return _sample(_mix(config, TYPICAL_FILL), longest_response(config))
+    return _sample(mix(config, TYPICAL_FILL), longest_response(config))
 
 
 def largest(config: JobConfig) -> Workload:
     """Return the workload for estimates of memory."""
-    return _sample(_mix(config, 1.0), longest_response(config))
+    return _sample(mix(config, 1.0), longest_response(config))
 
 
 def longest_response(config: JobConfig) -> int:
@@ -87,7 +87,8 @@ def _prompt(config: JobConfig) -> int:
     return 64 if config.data.is_generated else config.data.max_prompt_tokens
 
 
-def _mix(config: JobConfig, fill: float) -> Mix:
+def mix(config: JobConfig, fill: float) -> Mix:
+    """Return the family of a job's trees whose responses have this share of the maximal length."""
     rollout, samples = config.rollout, config.algorithm.group_size
     if config.sft_only:  # one path, no forks
         return Mix(

@@ -9,8 +9,8 @@ path is RESIDENT from its first request to its end, and only as many paths are r
   count once.
 - Older trees come first. Within a tree the order is that of path keys, so a fork follows the path that it left.
 - A path that waits for admission lets no younger one pass, except paths that are resident.
-- A tree belongs to no engine until its first path is admitted; then to the one with the most room. So trees move to
-  idle engines while that costs nothing.
+- A tree belongs to no engine until its first path is admitted; then to the one with the most room. Later it moves to an
+  engine that has room if none of its paths is resident: they would compute their prefixes again in any case.
 - `margin` times the pool is used. It shrinks while many tokens that should be cached are computed again, and grows
   while few are and paths wait.
 - If the tokens of resident paths exceed the pool, the youngest paths that ask for another segment wait again.
@@ -23,12 +23,18 @@ path is RESIDENT from its first request to its end, and only as many paths are r
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
+from arpo_megatron.rollout.admission_state import (
+    FIRST_MARGIN,
+    AdmissionFigures,
+    AdmittingEngine,
+    PathId,
+    PathState,
+    TreeState,
+)
 
-FIRST_MARGIN = 1.0
 MIN_MARGIN, MAX_MARGIN = 0.8, 1.2
 """Below, engines idle while paths wait for tools; above, more than a tenth of the tokens is computed again."""
 BACKOFF, GROWTH = 0.95, 1.02
@@ -44,80 +50,6 @@ and computes more of them again with 0.5."""
 _SMOOTHING = 0.05
 """Weight of the newest path in running means."""
 
-PathId = tuple[int, PathKey]
-"""Number of the tree in the order of starts, and key of the path's first segment. Smaller ones come first."""
-
-
-@dataclass(slots=True)
-class _Path:
-    parent: PathKey | None
-    """The path that it forked from; None for one that starts at the prompt."""
-    start: int
-    """Tokens from the root to its start."""
-    length: int
-    """Tokens from the root to its end so far."""
-    cached: int = 0
-    """Tokens of it, from the root, that are expected in the cache."""
-    segments: int = 0
-    """Requests answered."""
-    resident: bool = False
-    released: bool = False
-    """It waited so long for a tool that others got its room, and has not been answered since."""
-    asks: bool = False
-    """It wants to send a request."""
-
-
-@dataclass(slots=True)
-class _Tree:
-    prompt: int
-    paths: dict[PathKey, _Path] = field(default_factory=dict)
-    """A path comes after the one that it forked from."""
-    engine: int | None = None
-    reserved: int = 0
-    """Tokens that its resident paths are expected to need."""
-    used: int = 0
-    """Tokens that they have."""
-
-
-@dataclass(slots=True)
-class _Engine:
-    capacity: EngineCapacity
-    margin: float = FIRST_MARGIN
-    recomputed: float = 0.0
-    """Running mean over requests of tokens that were computed again."""
-    due: float = 0.0
-    """Running mean over requests of tokens that had not been computed before."""
-    draining: bool = False
-    """The margin was cut, and more is reserved than it allows: what is computed again now is no news."""
-    reserved: int = 0
-    used: int = 0
-    refused: tuple[PathId, float] | None = None
-    """The last path that had no room, and the room that there was."""
-    running: int = 0
-    """Requests that were granted and not answered."""
-    ready: list[PathId] = field(default_factory=list)
-    """Heap of resident paths that ask."""
-    waiting: list[PathId] = field(default_factory=list)
-    """Heap of other paths of its trees that ask."""
-
-
-@dataclass(slots=True)
-class AdmissionFigures:
-    """Figures of admission for a report."""
-
-    resident: int = 0
-    """Resident paths now."""
-    waiting: int = 0
-    """Paths that ask and are not resident now."""
-    recomputed: int = 0
-    """Tokens that were expected in the cache and were computed, so far."""
-    suspended: int = 0
-    """How often a resident path had to wait because the pool was full, so far."""
-    released: int = 0
-    """How often a path was released while it waited for a tool, so far."""
-    margin: float = FIRST_MARGIN
-    """Smallest margin of an engine now."""
-
 
 class KvAdmission:
     """Admission of the paths of all trees to all engines.
@@ -128,18 +60,18 @@ class KvAdmission:
     """
 
     def __init__(self, capacities: Sequence[EngineCapacity] = (), rebuild_s: float = math.inf) -> None:
-        self._engines: list[_Engine] = []
+        self._engines: list[AdmittingEngine] = []
         self.set_capacities(capacities, rebuild_s)
         self._gain = 0.0  # running mean over tool calls of the seconds of a prefill that keeping was worth
-        self._trees: dict[int, _Tree] = {}
+        self._trees: dict[int, TreeState] = {}
         self._unbound: list[PathId] = []  # heap of paths that ask, of trees without an engine
         self._length = 0.0  # expected tokens of a path after the prompt
         self._segment = 0.0  # expected tokens of a segment with the tool result before it
-        self._recomputed = self._suspended = self._released = 0
+        self._recomputed = self._suspended = self._released = self._moved = 0
 
     def set_capacities(self, capacities: Sequence[EngineCapacity], rebuild_s: float = math.inf) -> None:
         """Set what each engine can hold and how fast it computes, once."""
-        self._engines = [_Engine(each) for each in capacities]
+        self._engines = [AdmittingEngine(each) for each in capacities]
         self._rebuild_s = rebuild_s
 
     def add_tree(self, tree: int, prompt: int, longest: int) -> None:
@@ -152,7 +84,7 @@ class KvAdmission:
         """
         if not self._length:  # until paths have ended
             self._length, self._segment = _FIRST_LENGTH * longest, _FIRST_SEGMENT * longest
-        self._trees[tree] = _Tree(prompt)
+        self._trees[tree] = TreeState(prompt)
 
     def remove_tree(self, tree: int) -> None:
         """Remove a tree with all of its paths, which have no request in an engine."""
@@ -161,7 +93,7 @@ class KvAdmission:
 
     def add_path(self, tree: int, key: PathKey, parent: PathKey | None, start: int) -> None:
         """Add a path that starts after `start` tokens."""
-        self._trees[tree].paths[key] = _Path(parent, start, start)
+        self._trees[tree].paths[key] = PathState(parent, start, start)
 
     def ask(self, tree: int, key: PathKey, length: int) -> bool:
         """Note that a path wants to send a request with a prompt of `length` tokens; return whether it is suspended."""
@@ -197,7 +129,42 @@ class KvAdmission:
             while (path := self._head(self._unbound)) is not None and path[0] == head[0]:
                 heapq.heappush(engine.waiting if path > head else engine.ready, heapq.heappop(self._unbound))
             granted += self._grant_of(free)
+        for number in range(len(self._engines)):
+            while self._move_to(number):
+                granted += self._grant_of(number)
         return granted
+
+    def _move_to(self, number: int) -> bool:
+        """Move a tree that waits for another engine to this one if it has room; return whether one has moved."""
+        idle = self._engines[number]
+        if idle.running >= idle.capacity.requests or self._head(idle.waiting) is not None:
+            return False
+        others = [engine for engine in self._engines if engine is not idle and engine.waiting]
+        paths = [path for engine in others for path in engine.waiting if self._may_move(path)]
+        if not paths:
+            return False
+        path = min(paths)
+        tree = self._trees[path[0]]
+        if tree.engine is None or not self._has_room(idle, path):
+            return False
+        busy, tree.engine = self._engines[tree.engine], number
+        for each in [each for each in busy.waiting if each[0] == path[0]]:
+            busy.waiting.remove(each)
+            heapq.heappush(idle.waiting, each)
+        heapq.heapify(busy.waiting)
+        for moved in tree.paths.values():
+            moved.cached = 0
+        self._moved += 1
+        return True
+
+    def _may_move(self, path: PathId) -> bool:
+        tree = self._trees.get(path[0])
+        return tree is not None and path[1] in tree.paths and not tree.reserved
+
+    def _has_room(self, engine: AdmittingEngine, path: PathId) -> bool:
+        """Return whether a path that is its tree's only resident one fits."""
+        tree = self._trees[path[0]]
+        return not engine.reserved or self._free(engine) >= self._final(tree, tree.paths[path[1]])
 
     def _grant_of(self, number: int) -> list[tuple[PathId, int]]:
         """Return the paths whose requests may be sent to one engine now."""
@@ -282,19 +249,20 @@ class KvAdmission:
             resident=sum(path.resident for path in paths),
             waiting=sum(path.asks and not path.resident for path in paths),
             recomputed=self._recomputed,
+            moved=self._moved,
             suspended=self._suspended,
             released=self._released,
             margin=min((engine.margin for engine in self._engines), default=FIRST_MARGIN),
         )
 
-    def _next(self, engine: _Engine) -> PathId | None:
+    def _next(self, engine: AdmittingEngine) -> PathId | None:
         """Remove and return the next path that may send a request to an engine."""
         ready, waiting = self._head(engine.ready), self._head(engine.waiting)
         if waiting is not None and (ready is None or waiting < ready) and self._admit(engine, waiting):
             return heapq.heappop(engine.waiting)
         return None if ready is None else heapq.heappop(engine.ready)
 
-    def _admit(self, engine: _Engine, path: PathId) -> bool:
+    def _admit(self, engine: AdmittingEngine, path: PathId) -> bool:
         """Make a path resident if there is room for it, or nothing else is resident; return whether it is."""
         free = self._free(engine)
         if engine.refused is not None and engine.refused[0] == path and free <= engine.refused[1]:
@@ -322,27 +290,25 @@ class KvAdmission:
             heapq.heappop(heap)
         return None
 
-    def _free(self, engine: _Engine) -> float:
+    def _free(self, engine: AdmittingEngine) -> float:
         return engine.margin * engine.capacity.tokens - engine.reserved
 
-    def _oldest(self, engine: _Engine) -> int | None:
+    def _oldest(self, engine: AdmittingEngine) -> int | None:
         return next((n for n, t in self._trees.items() if t.reserved and self._engines[t.engine or 0] is engine), None)
 
-    def _back_off(self, engine: _Engine) -> None:
+    def _back_off(self, engine: AdmittingEngine) -> None:
         if not engine.draining:
             engine.margin = max(MIN_MARGIN, engine.margin * BACKOFF)
             engine.draining = True
 
-    def _update(self, tree: _Tree) -> None:
+    def _update(self, tree: TreeState) -> None:
         """Count the tokens of a tree again: those of its resident paths, and those that they share with others."""
         needed: dict[PathKey, tuple[int, int]] = {}  # by path, the tokens from the root: reserved, used
         reserved = used = 0
         for key, path in reversed(tree.paths.items()):
             expected, has = needed.get(key, (0, 0))
             if path.resident:
-                final = path.length + self._segment
-                if self._gain >= 0:  # it is kept until its end
-                    final += max(0.0, _STILL_GROWS * (tree.prompt + self._length - final))
+                final = self._final(tree, path)
                 expected, has = max(expected, int(final)), max(has, path.length)
             if not expected:
                 continue
@@ -354,7 +320,14 @@ class KvAdmission:
             reserved, used = reserved + tree.prompt, used + tree.prompt
         self._set_footprint(tree, reserved, used)
 
-    def _set_footprint(self, tree: _Tree, reserved: int, used: int) -> None:
+    def _final(self, tree: TreeState, path: PathState) -> float:
+        """Return the tokens from the root for which a resident path counts."""
+        final = path.length + self._segment
+        if self._gain >= 0:  # it is kept until its end
+            final += max(0.0, _STILL_GROWS * (tree.prompt + self._length - final))
+        return final
+
+    def _set_footprint(self, tree: TreeState, reserved: int, used: int) -> None:
         if tree.engine is not None:
             engine = self._engines[tree.engine]
             engine.reserved += reserved - tree.reserved

@@ -15,7 +15,8 @@ from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError
-from arpo_megatron.rollout.admission import AdmissionFigures, KvAdmission, PathId
+from arpo_megatron.rollout.admission import KvAdmission
+from arpo_megatron.rollout.admission_state import AdmissionFigures, PathId
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Role
 

@@ -29,7 +29,7 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     monkeypatch.setattr(rollout, "STEPS", 2)
     monkeypatch.setattr(rollout, "TASKS", 2)
     monkeypatch.setattr(rollout, "LATENCIES", {"heavy_tail": rollout.LATENCIES["heavy_tail"]})
-    monkeypatch.setattr(controller, "SIZES", (128, 1024))
+    monkeypatch.setattr(controller, "TREES", (16, 64))
     monkeypatch.setattr(pressure, "TASKS", 3)
     monkeypatch.setattr(pressure, "STEPS", 1)
     found = rollout.bench_rollout(full=True, progress=False)
@@ -46,12 +46,10 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     # (docs/reference/performance.md).
     assert found["speedup_heavy_tail"] > 1.2
     small, large = found["controller"]["sizes"]
-    assert (small["trajectories"], large["trajectories"]) == (256, 2048)
-    assert small["concurrent"] >= 128
-    assert large["concurrent"] >= 1024
+    assert (small["trajectories"], large["trajectories"]) == (256, 1024)
     # The cost of a segment must not grow with the number of trajectories; quadratic cost would give 8.
     assert found["controller"]["growth"] <= 3
-    assert found["controller"]["engine_answers"] == "simulated"
+    assert found["controller"]["lost"] == 0
     runs = found["pressure"]["runs"]
     assert runs["admission"]["requests"] < runs["independent"]["requests"], "a fork point is one request, not two"
     assert found["reprefill_pressure"] < found["pressure"]["reprefill_pressure_baseline"]

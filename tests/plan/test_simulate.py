@@ -1,14 +1,30 @@
 """The discrete-event model of rollouts: what it counts, and that it agrees with a real engine."""
 
+import asyncio
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 
+from arpo_megatron.bench import pressure
+from arpo_megatron.bench.engine_times import measure_engine
+from arpo_megatron.bench.tool_calling_model import write_model
+from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.launch import launch_engine
+from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.plan import Hardware, plan
+from arpo_megatron.plan.recommend import CHOICES, recommend
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
 from arpo_megatron.plan.simulated_engine import EngineModel
 from arpo_megatron.plan.synthetic_trees import Mix
+from arpo_megatron.rollout.admission_gate import AdmissionGate
+from arpo_megatron.rollout.messages import RolloutReport
+from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tree import Role, RolloutTree
 
 MIX = Mix(samples=8, initial=4, calls=3, prompt=200, segment=(20, 60), result=(50, 150))
@@ -77,3 +93,100 @@ def test_same_model_gives_the_same_result() -> None:
 
     assert run(1.0) == run(1.0)
     assert run(1.0).seconds < run(3.0).seconds
+
+
+def test_plan_recommends_admission_and_staleness() -> None:
+    """Two trees per step instead of eight."""
+    job = resolve("deepsearch_8b", overrides=["train.tasks_per_step=16", "rollout.max_tool_calls=2"])
+    found = recommend(plan(job, Hardware.named("h100-80")))
+    assert set(found.results) == set(CHOICES)
+    sampled = {each.sampled for each in found.results.values()}
+    assert len(sampled) == 1, "the same trees"
+    fresh = {choice: each.step_s for choice, each in found.results.items() if not choice[1]}
+    assert found.choice[1] or fresh[found.choice] == min(fresh.values())
+    assert all(better != found.choice for _, better in found.changed)
+    text = found.render()
+    assert f"recommended: rollout.admission={found.choice[0]} rollout.max_staleness={found.choice[1]}" in text
+    assert json.loads(json.dumps(found.to_dict()))["recommended"] == {
+        "rollout.admission": found.choice[0],
+        "rollout.max_staleness": found.choice[1],
+    }
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.parametrize("admission", ["kv", "all"])
+def test_prefill_and_evictions_agree_with_a_real_engine(tmp_path: Path, admission: str) -> None:
+    """A pool of a third of a step's tokens. The times are compared by hand: other load on the machine changes them."""
+    pool = 16_000
+    write_model(tmp_path / "model")
+    codec = TokenizerCodec(tmp_path / "model")
+    engine = replace(pressure.ENGINE, max_total_tokens=pool)
+
+    async def measure(url: str) -> tuple[RolloutReport, EngineModel, float]:
+        async with EngineClient(url, streams=True) as client:
+            times = await measure_engine(client)
+            await client.pause()
+            client.resume(0)
+            before = _evicted(url)
+            async with AdmissionGate(client) if admission == "kv" else nullcontext() as gate:
+                report = await pressure._step(client, codec, 1, gate)
+            return report, times, _evicted(url) - before
+
+    with launch_engine(tmp_path / "model", engine, dtype="float32", seed=1, log_path=tmp_path / "log") as handle:
+        report, times, evicted = asyncio.run(measure(handle.url))
+
+    def tool_s(tree: int, segment: int) -> float:
+        called = report.trees[tree].segments[segment].tool
+        assert called is not None
+        return called.seconds
+
+    limit, initial = pressure.LIMITS.max_response_tokens, pressure.ALGORITHM.initial_rollouts
+    model = RolloutModel(times, report.trees, len(report.trees), tool_s, limit or 0, initial or 0, 4)
+    found = simulate(replace(model, admission=admission))
+    print(f"{admission}: {times}; real: {report.stats.seconds:.1f} s, simulated: {found}")
+    counts = report.stats.counts
+    assert found.requests == counts.requests
+    assert found.computed == pytest.approx(counts.prefilled_tokens, rel=0.1)
+    assert found.evicted == pytest.approx(evicted, rel=0.1)
+
+
+def _evicted(url: str) -> float:
+    lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:evicted_tokens_total"))
+
+
+SHORT = Mix(samples=8, initial=4, calls=6, prompt=800, segment=(500, 1300), result=(800, 2200))
+LONG = Mix(samples=8, initial=4, calls=6, prompt=8000, segment=(150, 400), result=(600, 1500))
+EIGHT_B = EngineModel(
+    tokens=340_000, requests=256, step_s=0.0065, context_s=147_456 / 2.6e12, prefill_s=1 / 30_000, batch_s=0.012
+)
+"""An 8B model on one H100. The KV of a token has 147,456 bytes; no time was measured."""
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.parametrize(
+    ("mix", "limit", "tool_s", "speed", "reprefill"),
+    [
+        (SHORT, 16_000, 1.0, 1.15, 1.5),
+        (SHORT, 16_000, 8.0, 1.05, 1.5),
+        (SHORT, 16_000, 30.0, 1.15, 5.5),
+        (LONG, 24_000, 2.0, 1.5, 1.1),
+    ],
+)
+def test_admission_gains_at_the_costs_of_an_8b_model(
+    mix: Mix, limit: int, tool_s: float, speed: float, reprefill: float
+) -> None:
+    """The figures are in docs/reference/performance.md."""
+    trees = tuple(mix.tree(seed, 64) for seed in range(32))
+
+    def run(admission: str, engine: EngineModel = EIGHT_B) -> SimulatedRollout:
+        def draw(tree: int, segment: int) -> float:
+            return tool_s * float(np.exp(np.random.default_rng((tree, segment)).normal() - 0.5))
+
+        return simulate(RolloutModel(engine, trees, 32, draw, limit, mix.initial, 20, admission))  # type: ignore[arg-type]
+
+    held, free, unlimited = run("kv"), run("all"), run("all", replace(EIGHT_B, tokens=10**8))
+    print(f"speed {free.seconds / held.seconds:.2f}, re-prefill {held.reprefill:.2f} (all: {free.reprefill:.2f})")
+    print(f"without a limit {free.seconds / unlimited.seconds:.2f}")
+    assert free.seconds > speed * held.seconds
+    assert held.reprefill < reprefill

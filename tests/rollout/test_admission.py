@@ -14,8 +14,9 @@ from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.admission import FIRST_MARGIN, MAX_MARGIN, MIN_MARGIN, KvAdmission, PathId
+from arpo_megatron.rollout.admission import MAX_MARGIN, MIN_MARGIN, KvAdmission
 from arpo_megatron.rollout.admission_gate import AdmissionGate, path_of
+from arpo_megatron.rollout.admission_state import FIRST_MARGIN, PathId
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.tasks.base import Task
@@ -149,9 +150,29 @@ def test_path_that_waits_longer_than_a_rebuild_of_the_pool_gives_its_room_away()
     assert found.figures().margin == before, "which is what the release was for, and no sign of a full pool"
 
 
+def test_started_tree_moves_to_an_idle_engine_if_it_keeps_nothing() -> None:
+    found = admission(EngineCapacity(500, 64), EngineCapacity(500, 64), trees=3, paths=1)
+    assert found.grant() == [((0, (0,)), 0), ((1, (0,)), 1)]
+    for tree in range(2):
+        found.answered(tree, tree, (0,), 200, 0)
+    found.ask(1, (0,), 220)
+    assert found.grant() == [((1, (0,)), 1)]
+    found.release(0, (0,))
+    assert found.grant() == [((2, (0,)), 0)], "a younger tree has taken its room"
+    found.ask(0, (0,), 230)
+    assert found.grant() == [], "both engines are full"
+    found.answered(1, 1, (0,), 300, 199)
+    found.end(1, (0,))
+    assert found.grant() == [((0, (0,)), 1)]
+    assert found.answered(1, 0, (0,), 260, 0) == 0, "nothing was expected in that cache"
+    found.ask(0, (0,), 270)
+    assert found.grant() == [((0, (0,)), 1)], "and it stays there"
+    assert found.figures().moved == 1
+
+
 @pytest.mark.parametrize(("seconds", "patience_s"), [((0.5,), 2.0), ((9.0,), 0.0), ((0.1, 9.0, 0.1), 2.0)])
 def test_slow_tools_release_their_paths_at_once(seconds: tuple[float, ...], patience_s: float) -> None:
-    """What pays is compared on average: 1.9 s, -2 s, 1.9 s of a prefill of 2 s in the last case."""
+    """The average decides: 1.9 s, -2 s, 1.9 s of a prefill of 2 s in the last case."""
     found = KvAdmission([EngineCapacity(500, 64)], rebuild_s=2.0)
     for each in seconds:
         found.tool_answered(each)

@@ -1,0 +1,45 @@
+"""`arpo bench controller`, shortened: nothing is lost, and a failed request costs only its own repeat."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from arpo_megatron.bench import controller
+from arpo_megatron.bench.stub_engine import FAILURES
+from arpo_megatron.bench.tool_calling_model import write_model
+
+TREES = 8
+PROBES = 5
+"""Requests that time prefills when the gate opens, and the one for the prefix that all prompts share."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+def run(model: Path, failure_share: float) -> controller.ControllerRun:
+    """Grow trees; callbacks are measured in CPU time, which other load on the machine does not change."""
+    return asyncio.run(controller.run_controller(model, TREES, failure_share, time.thread_time, answer_s=0.02))
+
+
+def test_segment_is_one_request_and_blocks_nothing(model: Path) -> None:
+    found = run(model, 0.0)
+    assert (found.finished, found.trajectories, found.failed) == (TREES, 16 * TREES, 0)
+    assert found.segments + TREES <= found.requests <= found.segments + TREES + PROBES
+    assert found.bytes_per_request < 6.5 * 120 + 250, "6 bytes and a comma for each token, and the parameters"
+    assert found.blocked == 0
+
+
+def test_failed_requests_cost_their_own_repeats_and_lose_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "DEADLINE_S", 1.0)
+    found = run(model, 0.02)
+    assert found.finished == TREES
+    assert found.trajectories == 16 * TREES
+    assert found.lost == ()
+    assert found.failed > 2 * len(FAILURES)
+    assert found.requests <= found.segments + TREES + PROBES + found.failed
