@@ -24,7 +24,7 @@ not JSON; the engine aborts the request; no answer comes."""
 
 @dataclass(frozen=True, slots=True)
 class StubSettings:
-    """What the stub engine does."""
+    """Answers, sizes and failures of the stub engine."""
 
     call: int
     """Token of a whole tool call, the last one of each answer."""

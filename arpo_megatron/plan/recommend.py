@@ -15,7 +15,7 @@ from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.fit import Plan
-from arpo_megatron.plan.memory import kv_bytes, shared
+from arpo_megatron.plan.memory import colocated, kv_bytes
 from arpo_megatron.plan.parameters import active_parameters
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
 from arpo_megatron.plan.simulated_engine import EngineModel
@@ -134,7 +134,7 @@ def rollout_model(plan: Plan) -> tuple[RolloutModel, float]:
         initial=family.initial,
         measured=config.algorithm.entropy_tokens,
         train_s=sum(seconds for name, seconds in plan.step_seconds.items() if name not in trained),
-        shared=shared(config),
+        colocated=colocated(config),
     )
     return model, part
 

@@ -45,7 +45,7 @@ class RolloutModel:
     """With 1, the trees of the next step grow while the trainer trains."""
     train_s: float = 0.0
     """Seconds of a step's training and push."""
-    shared: bool = False
+    colocated: bool = False
     """The engine has the trainer's GPUs, so nothing is sampled while it trains."""
 
 
@@ -274,7 +274,7 @@ class _Simulation:
         if self._training or not due or self._finished - self._trained < due:
             return
         self._training = True
-        if self._model.shared:
+        if self._model.colocated:
             self._engine.pause()
         self._at(self._model.train_s, lambda: self._pushed(due))
 
