@@ -62,7 +62,7 @@ class ControllerRun:
     requests: int
     """Requests that reached the engines."""
     failed: int
-    """Requests that the engines let fail."""
+    """Requests that the engines let fail, and those that took longer than `DEADLINE_S`."""
     bytes_per_request: float
     """Mean size of a request's body."""
     seconds: float
@@ -133,6 +133,7 @@ async def run_controller(
             cpu_s, seconds = time.process_time() - before, time.monotonic() - began
             await pool.close()
         counts = await _counts(urls)
+        counts["hang"] = client.retries["timeout"]  # on a busy machine more than those that hang
     return _row(report, counts, seconds=seconds, cpu_s=cpu_s, callbacks=callbacks, trees=trees)
 
 

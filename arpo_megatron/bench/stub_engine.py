@@ -37,7 +37,7 @@ class StubSettings:
     requests: int = 1024
     """Most running requests that it reports."""
     failure_share: float = 0.0
-    """Share of the requests with each kind of failure."""
+    """Share of the requests with each kind of failure. The repeat of a request does not fail."""
     seed: int = 0
 
 
@@ -50,6 +50,7 @@ class StubEngine:
         self._info = orjson.dumps(
             {"max_total_num_tokens": settings.tokens, "max_running_requests": settings.requests, "weight_version": "0"}
         )
+        self._failed: set[bytes] = set()
         self.counts: Counter[str] = Counter()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,10 +75,11 @@ class StubEngine:
         """Answer a generation; return whether the connection stays open."""
         settings, body = self._settings, orjson.loads(content)
         number = int(self._draw.random() / settings.failure_share) if settings.failure_share else len(FAILURES)
-        fails = FAILURES[number] if number < len(FAILURES) else ""
+        fails = FAILURES[number] if number < len(FAILURES) and content not in self._failed else ""
         self.counts["requests"] += 1
         self.counts["bytes"] += len(content)
         if fails:
+            self._failed.add(content)
             self.counts[fails] += 1
         parameters = body["sampling_params"]
         count = min(parameters["max_new_tokens"], settings.segment)
