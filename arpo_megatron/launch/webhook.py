@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -30,12 +29,20 @@ def webhook_url(monitor: MonitorConfig) -> str | None:
     if (name := monitor.webhook_variable) is None:
         return None
     url = os.environ.get(name, "")
-    if urlsplit(url).scheme not in ("http", "https"):
+    if not _is_http(url):
         raise UserError(
             f"monitor.webhook_variable={name}: {name} is {'not an http address' if url else 'not set'}: export "
             f"{name}=https://... (on a cluster, name it among the profile's secrets)"
         )
     return url
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return parsed.scheme in ("http", "https") and bool(parsed.host)
 
 
 @contextmanager

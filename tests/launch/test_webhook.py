@@ -97,7 +97,15 @@ def test_address_that_refuses_is_a_note_without_the_address(tmp_path: Path, monk
     assert "secret" not in job.run.events.read_text()
 
 
-@pytest.mark.parametrize(("value", "reason"), [(None, "is not set"), ("hooks.example/x", "is not an http address")])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "is not set"),
+        ("hooks.example/x", "is not an http address"),
+        ("https://", "is not an http address"),
+        ("http://hooks.example:port", "is not an http address"),
+    ],
+)
 def test_missing_address_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, reason: str
 ) -> None:

@@ -11,7 +11,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.environments.build import environment_maker
 from arpo_megatron.tasks.environments.verifiers.chat import UnreadableCallError, conversation, message_of, text_of
 from arpo_megatron.tasks.environments.verifiers.environment import VerifiersEnvironment
-from arpo_megatron.tasks.environments.verifiers.process import VerifiersError
+from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, VerifiersProcess
 from arpo_megatron.tasks.protocols.hermes import HermesProtocol
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS
 
@@ -76,3 +76,15 @@ def test_a_row_without_a_number_of_a_task_is_refused(tmp_path: Path) -> None:
     environment.reset(Task("task-0", ({"role": "user", "content": "1+1?"},), "two", "math", ""))
     with pytest.raises(VerifiersError, match="is 'two', not the number of a task"):
         environment.step("2")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("exec sleep 60 >&-", "sends no more replies and was killed"), ("exit 3", "ended with status 3")],
+)
+def test_call_fails_if_process_sends_no_more_replies(tmp_path: Path, script: str, reason: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    with pytest.raises(VerifiersError, match=reason):
+        VerifiersProcess(python, tmp_path / "config").call("tasks")

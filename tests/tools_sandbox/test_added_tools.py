@@ -129,6 +129,15 @@ def test_mcp_answer_that_cannot_be_read_fails_at_once(careless: Any, name: str, 
     assert "invalid message" in careless.stderr()
 
 
+def test_old_mcp_server_is_asked_once_for_newest_protocol(start_service: StartService) -> None:
+    """A server that ignores the question costs ten seconds each time."""
+    service = start_service({"mcp": {"careless": {"command": sys.executable, "args": [CARELESS]}}})
+    with SandboxClient(service.url, retries=0) as client:
+        assert client.call("first", {}).text == "server/discover"
+        client.call("garbage", {}, timeout_s=30)  # ends the connection
+        assert client.call("first", {}, timeout_s=60).text == "initialize"
+
+
 def test_mcp_answer_of_many_parts_does_not_occupy_service(careless: Any) -> None:
     service = psutil.Process(careless.process.pid)
     with SandboxClient(careless.url, retries=0) as client:
@@ -138,14 +147,18 @@ def test_mcp_answer_of_many_parts_does_not_occupy_service(careless: Any) -> None
         assert service.cpu_times().user - before_s < 0.5  # parsing takes seconds
 
 
-def test_no_mcp_server_survives_killed_service(start_service: StartService) -> None:
-    service = start_service({"mcp": {"arithmetic": SERVER}})
+@pytest.mark.parametrize("with_workers", [False, True], ids=["service", "service and workers"])
+def test_no_process_of_mcp_server_survives_killed_service(start_service: StartService, with_workers: bool) -> None:
+    program = f"setsid sleep 1000 & {sys.executable} {SERVER['args'][0]}; true"  # the server is a child of the shell
+    service = start_service({"mcp": {"arithmetic": {"command": "sh", "args": ["-c", program]}}})
     with ThreadPoolExecutor(1) as pool, SandboxClient(service.url, retries=0) as client:
         call = pool.submit(client.call, "wait", {"seconds": 60}, timeout_s=60)
         wait_until(lambda: running_calls(service) == 1)
         time.sleep(0.5)  # the server sleeps, and reads nothing
         family = service.family()
-        assert any("mcp_server.py" in " ".join(each.cmdline()) for each in family)
-        service.process.kill()
+        commands = [" ".join(each.cmdline()) for each in family]
+        assert "sleep 1000" in commands and any(command.startswith(sys.executable) for command in commands)
+        for victim in [psutil.Process(service.process.pid), *(service.workers() if with_workers else [])]:
+            victim.kill()
         wait_until_gone(family)
         assert call.exception() is not None

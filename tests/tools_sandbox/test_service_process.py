@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 import signal
 import socket
 import threading
@@ -196,3 +198,20 @@ def test_service_prints_one_line_and_leaves_no_folder(
     service.process.wait(60)
     assert service.process.stdout.read() == ""
     wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_preloaded_modules_are_in_huge_pages_if_kernel_has_them(start_service: StartService) -> None:
+    """Forks of calls then copy few entries of page tables."""
+    with mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as probe:
+        probe.write(b"1" * len(probe))
+        try:
+            probe.madvise(25)  # MADV_COLLAPSE
+            expected = True
+        except OSError:
+            expected = False
+    service = start_service({"python": {"preload": ["numpy"]}})
+    with SandboxClient(service.url) as client:
+        client.call("python", {"code": "1"})  # served after the change
+    rollup = Path(f"/proc/{service.zygote().pid}/smaps_rollup").read_text()
+    sizes = re.findall(r"^AnonHugePages: +(\d+) kB", rollup, re.MULTILINE)
+    assert [int(size) > 0 for size in sizes] == [expected]

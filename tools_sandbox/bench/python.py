@@ -20,6 +20,8 @@ from tools_sandbox.python_tool.protocol import THREAD_VARIABLES
 _CODE = "import numpy, sympy\nprint(int(numpy.arange(10).sum()), sympy.factorint(360))"
 _ANSWER = "45 {2: 3, 3: 2, 5: 1}"
 _WARM_PER_COLD = 20
+GOALS = {"latency_ratio": 30.0, "throughput_ratio": 20.0}
+"""Figures that a quiet machine should reach."""
 
 Call = Callable[[], Awaitable[None]]
 

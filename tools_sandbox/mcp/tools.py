@@ -40,6 +40,9 @@ class McpServer:
         self._client: asyncio.Future[mcp.Client] | None = None
         self._ended = asyncio.Event()
         self._connecting = asyncio.Lock()
+        self._mode = "auto"
+        """How the library opens a connection: "auto" first asks whether the server knows the newest protocol, and waits
+        ten seconds for an old server that ignores that. So it is asked once."""
 
     async def client(self) -> mcp.Client:
         """Return the connected client. Raises what connecting raised."""
@@ -55,7 +58,9 @@ class McpServer:
 
     async def _keep(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
         try:
-            async with mcp.Client(server_process(self.name, self._config, ended)) as client:
+            async with mcp.Client(server_process(self.name, self._config, ended), mode=self._mode) as client:
+                if client.session.initialize_result is not None:
+                    self._mode = "legacy"
                 connected.set_result(client)
                 await ended.wait()
                 log.warning("an MCP server ended", extra={"server": self.name})

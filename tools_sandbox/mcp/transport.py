@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -19,7 +18,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import jsonrpc_message_adapter
 
 from tools_sandbox.config import McpServerConfig
-from tools_sandbox.utils import linux
+from tools_sandbox.mcp.guard import guarded
 
 log = logging.getLogger("tools_sandbox")
 
@@ -48,16 +47,13 @@ async def server_process(name: str, config: McpServerConfig, ended: asyncio.Even
     knows which call such a message answers, so all calls in flight fail. `ended` is set then.
     """
     process = await asyncio.create_subprocess_exec(
-        config.command,
-        *config.args,
+        *guarded(config.command, *config.args),
         stdin=PIPE,
         stdout=PIPE,
         env=server_environment(config),
         limit=_LINE_BYTES,
-        # A group of its own, which is ended as a whole.
+        # A signal to the group of this process must not reach the guard, which would then end nothing.
         start_new_session=True,
-        # If this process is killed, it cannot end the server.
-        preexec_fn=_die_with_parent,
     )
     incoming, messages = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     requests, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
@@ -105,21 +101,17 @@ async def _send(process: Process, outgoing: _Outgoing) -> None:
             await process.stdin.drain()
 
 
-async def _end(process: Process) -> None:
-    """Close the server's input, wait for its end, and kill what is left of its process group."""
-    assert process.stdin is not None
-    process.stdin.close()
-    await _wait(process)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await _wait(process)
+async def _end(guard: Process) -> None:
+    """Close the server's input and wait for its end. Then have the guard end what is left."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    await _wait(guard)
+    if guard.returncode is None:
+        guard.terminate()
+        await _wait(guard)
 
 
-async def _wait(process: Process) -> None:
+async def _wait(guard: Process) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(_EXIT_S):
-            await process.wait()
-
-
-def _die_with_parent() -> None:
-    linux.die_with_parent(signal.SIGKILL)
+            await guard.wait()

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools_sandbox.python_tool import watchdog
-from tools_sandbox.python_tool.isolation import Isolation, end_tree, enter_supervisor
+from tools_sandbox.python_tool.isolation import Isolation, enter_supervisor
 from tools_sandbox.python_tool.protocol import Outcome, Request, read_head
 from tools_sandbox.python_tool.streams import CapturedStream, StateStream, broken, judge
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
 from tools_sandbox.python_tool.watchdog import Watchdog
 from tools_sandbox.python_tool.worker import ALONE, Ends, run_init
 from tools_sandbox.utils import linux
+from tools_sandbox.utils.process_tree import end_tree
 
 CALL_NAME = "python-call"
 """Process name from the arrival of the call on; before that, the supervisor has the zygote's name."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tools_sandbox.python_tool import cgroups, files, landlock, seccomp
 from tools_sandbox.python_tool.walls import Walls, WorkerLimits
-from tools_sandbox.utils import linux
+from tools_sandbox.utils import linux, process_tree
 
 _UID_BASE = 0x7000_0000
 """No common numbering uses ids from here on. The user id of a call is this base plus the pid of its supervisor."""
@@ -85,7 +85,7 @@ def prepare(folder: str, limits: WorkerLimits) -> Isolation:
             break
     else:
         raise OSError(f"no call can be isolated on this machine in any way: {why_not}")
-    if not walls.processes and not _children_file(os.getpid()).exists():
+    if not walls.processes and not process_tree.can_list_children():
         raise OSError("neither PID namespaces nor /proc/.../children: a call's processes could not be ended")
     return isolation
 
@@ -185,50 +185,9 @@ def release_memory_reserve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
-def end_tree(init_pid: int) -> None:
-    """Kill and reap every descendant of this supervisor, including those that have left their parent.
-
-    A PID namespace ends with its first process. Without one, the worker leads a process group that the filter lets no
-    descendant leave. One signal to the group meets all of them, including those that are being forked: a fork bomb
-    would grow faster than its processes could be killed one by one.
-
-    init_pid: the first process of the tree, the only child that the supervisor has forked itself.
-    """
-    own_group = os.getpgrp()
-    known = [init_pid]  # for kernels that do not list the children of a process
-    while True:
-        children, known = _children(os.getpid()) or known, []  # after its end, its number may belong to another
-        # The worker is init's child. After init's end, the worker's leftovers are our children.
-        for pid in [*(below for child in children for below in _children(child)), *children]:
-            with suppress(ProcessLookupError, PermissionError):
-                group = os.getpgid(pid)
-                if group == own_group:
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    os.killpg(group, signal.SIGKILL)
-        try:
-            # An orphan becomes our child when its parent ends, so look again after every end.
-            os.waitpid(-1, 0)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-
-
 def _tasks_of_machine() -> int:
     """Return the number of processes and threads on this machine."""
     return int(Path("/proc/loadavg").read_text("ascii").split()[3].partition("/")[2])
-
-
-def _children_file(pid: int) -> Path:
-    return Path(f"/proc/{pid}/task/{pid}/children")
-
-
-def _children(pid: int) -> list[int]:
-    """Return the processes that the first thread of a process has forked or adopted."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return [int(child) for child in _children_file(pid).read_text("ascii").split()]
-    return []
 
 
 def _limit(kind: int, value: int, reserve: int = 0) -> None:

@@ -131,7 +131,7 @@ def program(machine: str = linux.MACHINE, *, among_others: bool) -> bytes:
     """Return the filter for an architecture ("x86_64" or "aarch64"; else KeyError) with 8 bytes per instruction.
 
     among_others: the call has no PID namespace. It must not reach other processes by their numbers, and must stay in
-    its process group, so that one signal can end it (see `isolation.end_tree`).
+    its process group, so that one signal can end it (see `process_tree.end_tree`).
     """
     column = list(_ARCHITECTURES).index(machine)
     code = [

@@ -73,6 +73,8 @@ def _serve(control: socket.socket, isolation: Isolation, limits: WorkerLimits, r
     # Otherwise collections in a child would touch, and so copy, every page of the preloaded modules.
     gc.collect()
     gc.freeze()
+    # A fork copies one entry for each huge page that the child does not write to, instead of 512.
+    linux.collapse_into_huge_pages()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, SLOT.size, 1)
         if not message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from pathlib import Path
 
 MACHINE = platform.machine()
 """Architecture. There is a system call filter for x86_64 and aarch64 only."""
@@ -21,6 +22,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 15, 36, 38, 41
 _SECCOMP_MODE_FILTER = 2
+_MADV_COLLAPSE = 25
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # From here on, new system calls have the same number on every architecture.
 _SYS_MOUNT_SETATTR = 442
@@ -130,6 +132,16 @@ def make_dumpable(dumpable: bool) -> None:
 def disable_huge_pages() -> None:
     """Keep the kernel from using transparent huge pages in this process, its children and the programs they execute."""
     _prctl(_PR_SET_THP_DISABLE, 1)
+
+
+def collapse_into_huge_pages() -> None:
+    """Move the private memory of this process to huge pages as far as possible (Linux 6.1), to make its forks fast."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode, *_ = line.split()
+        if rights == "rw-p" and inode == "0":
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            # Fails for a range that holds no whole huge page, and on kernels that cannot do it.
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
 
 
 def filter_system_calls(program: bytes) -> None:

@@ -10,10 +10,11 @@ ANY = {"type": "object", "properties": {}}
 BROKEN = {"type": "object", "properties": {"a": {"type": "zzz"}}}
 UNKNOWN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 PROMISED = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "slow", "large", "parts", "garbage", "raw")]
+TOOLS = [{"name": name, "inputSchema": ANY} for name in ("pid", "first", "slow", "large", "parts", "garbage", "raw")]
 TOOLS += [{"name": "liar", "inputSchema": ANY, "outputSchema": PROMISED}, {"name": "unknown", "inputSchema": UNKNOWN}]
 TOOLS += [{"name": "broken", "inputSchema": BROKEN}] * ("--broken-schema" in sys.argv)
 lock = threading.Lock()
+methods = []  # of all requests so far
 
 
 def write(line):
@@ -27,7 +28,8 @@ def send(message):
 
 
 def answer(number, name, arguments):
-    text = {"pid": str(os.getpid()), "slow": "slept"}.get(name, "x" * int(arguments.get("bytes", 1)))
+    texts = {"pid": str(os.getpid()), "first": methods[0], "slow": "slept"}
+    text = texts.get(name, "x" * int(arguments.get("bytes", 1)))
     result = {"content": [{"type": "text", "text": text}], "isError": False}
     match name:
         case "slow":
@@ -48,6 +50,7 @@ def answer(number, name, arguments):
 for line in sys.stdin:
     message = json.loads(line)
     number, method = message.get("id"), message.get("method")
+    methods.append(method)
     if method == "initialize":
         version = message["params"]["protocolVersion"]
         about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "careless", "version": "1"}}

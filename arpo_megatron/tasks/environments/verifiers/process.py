@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from arpo_megatron.utils.processes import REAP_DEADLINE_S
+
 _WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -76,18 +78,25 @@ class VerifiersProcess:
         return result
 
     def _receive(self, results: IO[bytes]) -> None:
-        for line in results:
-            reply = json.loads(line)
-            self._waiting.pop(reply["id"]).set_result(reply)
-        with self._lock:  # no command is being written
-            self._process.wait()
-            for waiting in self._waiting.values():
-                waiting.set_exception(self._ended())
-            self._waiting.clear()
+        try:
+            for line in results:
+                reply = json.loads(line)
+                self._waiting.pop(reply["id"]).set_result(reply)
+        finally:  # also after a line that is no reply
+            error = self._ended()
+            with self._lock:  # no command is being written
+                for waiting in self._waiting.values():
+                    waiting.set_exception(error)
+                self._waiting.clear()
 
     def _ended(self) -> VerifiersError:
-        code = self._process.wait()
-        return VerifiersError(f"the verifiers process ended with status {code}; the log has the reason")
+        """Return why there will be no more replies. A process that has only closed its output is killed."""
+        try:
+            how = f"ended with status {self._process.wait(REAP_DEADLINE_S)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            how = "sends no more replies and was killed"
+        return VerifiersError(f"the verifiers process {how}; the log has the reason")
 
 
 _STARTING = threading.Lock()
