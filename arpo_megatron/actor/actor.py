@@ -106,6 +106,7 @@ class Actor:
         ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
+            chunk.fp32_head = config.model.fp32_head
             chunk.config.finalize_model_grads_func = sum_gradients
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
             fuse_weight_gradients(chunk)

@@ -18,7 +18,13 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 def target_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, group: Any = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: Any = None,
+    fp32_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of the softmax.
 
@@ -29,12 +35,13 @@ def target_logprobs(
         targets: int64[m], ids in the whole vocabulary.
         temperature: divides the logits, as in sampling.
         group: tensor-parallel process group; None for one rank.
+        fp32_logits: do not round the logits of bfloat16 weights to bfloat16.
 
     Returns:
         Log-probs [m] and entropies [m] in nats, both differentiable; float32, or float64 for float64 weights.
     """
     result: tuple[Tensor, Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        hidden, weight, targets, temperature, group
+        hidden, weight, targets, temperature, group, fp32_logits
     )
     return result
 
@@ -42,14 +49,20 @@ def target_logprobs(
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        group: Any,
+        fp32_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         dtype = sum_dtype(weight.dtype)
         logprobs, entropies, normalisers = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)
         for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = _logits(hidden[rows], weight, temperature, fp32_logits)
             top = logits.amax(-1)
             if ranks > 1:
                 dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -65,7 +78,7 @@ class _TargetLogprobs(torch.autograd.Function):
             entropies[rows] = log_sum - sums[1] / sums[0]
             normalisers[rows] = top + log_sum
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
-        ctx.temperature, ctx.first = temperature, first
+        ctx.temperature, ctx.first, ctx.fp32_logits = temperature, first, fp32_logits
         ctx.set_materialize_grads(False)  # unused entropies then cost no gradient
         return logprobs, entropies
 
@@ -77,7 +90,7 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
         for rows in _chunks(len(hidden), len(weight)):
-            log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(normalisers[rows, None])
+            log_p = _logits(hidden[rows], weight, ctx.temperature, ctx.fp32_logits).sub_(normalisers[rows, None])
             # dH/dlogit = -p (log p + H)
             of_entropy = None if by_entropy is None else log_p.exp() * (log_p + entropies[rows, None])
             grad = log_p.exp_().neg_()
@@ -89,7 +102,7 @@ class _TargetLogprobs(torch.autograd.Function):
             grad = grad.to(weight.dtype)
             grad_hidden[rows] = product(grad, weight.t())
             grad_weight += weight_gradient(grad, hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -97,8 +110,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = product(hidden, weight).to(sum_dtype(weight.dtype))
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, fp32: bool) -> Tensor:
+    if not fp32 or weight.dtype != torch.bfloat16:
+        logits = product(hidden, weight).to(sum_dtype(weight.dtype))
+    elif weight.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = product(hidden.float(), weight.float())
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

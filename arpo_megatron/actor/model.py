@@ -32,6 +32,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """GPTModel with a pack as input and log-probs as output."""
 
+    fp32_head: bool = False
+    """The logits of a bfloat16 model are not rounded to bfloat16."""
+
     def forward(
         self,
         token_ids: Tensor,
@@ -76,7 +79,12 @@ class TreeGPTModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             else self.output_layer.weight
         )
         return target_logprobs(
-            hidden.squeeze(1).index_select(0, predictors), head, targets, temperature=temperature, group=group
+            hidden.squeeze(1).index_select(0, predictors),
+            head,
+            targets,
+            temperature=temperature,
+            group=group,
+            fp32_logits=self.fp32_head,
         )
 
 

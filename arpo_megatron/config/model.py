@@ -37,6 +37,9 @@ class ModelConfig:
     Megatron's own. `transformer_engine`: always; on a CPU its extension is emulated."""
     bf16_edge_layers: NonNegative = 0
     """With fp8 `current` or `blockwise`: this many first and this many last layers keep bfloat16 products."""
+    fp32_head: bool = False
+    """The head's logits of a bfloat16 model stay in float32, in trainer and engine, instead of being rounded to
+    bfloat16: their log-probs agree more closely. Weights, hidden states and gradients keep `dtype`."""
     hidden_size: Positive = 128
     """Width of the generated model (used without `path` and `hub_id`, like the next five keys)."""
     layers: Positive = 4

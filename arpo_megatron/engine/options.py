@@ -28,6 +28,7 @@ OWN_KEYS: Mapping[str, str] = {
     "quantization": "engine.quantization",
     "enable_deterministic_inference": "engine.deterministic",
     "dtype": "model.dtype",
+    "enable_fp32_lm_head": "model.fp32_head",
     "random_seed": "seed",
     **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format", "device"), ""),
 }

@@ -141,6 +141,7 @@ def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Pat
         keeps_kv=config.rollout.across_push == "keep_kv",
         host=backend.host(service),
         token=token,
+        options={"enable-fp32-lm-head": None} if config.model.fp32_head else {},
     )
     return replace(backend.place(service, spec), held_by=job.run.memory_lent)
 

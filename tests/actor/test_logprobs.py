@@ -43,6 +43,22 @@ def test_values_and_gradients_equal_those_of_log_softmax(problem, temperature, c
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_fp32_logits_are_not_rounded_and_have_the_same_gradient():
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(100, 32, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, 100, (64,), generator=generator)
+    exact = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(1, targets[:, None])[:, 0]
+    errors, gradients = {}, {}
+    for fp32 in (False, True):
+        values, _ = target_logprobs(hidden, weight, targets, fp32_logits=fp32)
+        errors[fp32] = (values - exact).abs().max()
+        gradients[fp32] = torch.autograd.grad(values.sum(), (hidden, weight))
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]
+    for rounded, wide in zip(gradients[False], gradients[True], strict=True):
+        torch.testing.assert_close(wide, rounded, rtol=0.05, atol=0.05)
+
+
 def test_extreme_logits_stay_finite(problem):
     hidden, weight, targets = problem
     values, entropies = target_logprobs(hidden * 1e4, weight, targets)

@@ -8,7 +8,7 @@ from arpo_megatron.errors import UserError
 
 def test_options_become_arguments() -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "enable-hierarchical-cache": True, "chunked_prefill_size": 4096}
-    assert extra_options({**given, "enable_fp32_lm_head": False}) == {
+    assert extra_options({**given, "enable_mixed_chunk": False}) == {
         "kv-cache-dtype": "fp8_e4m3",
         "enable-hierarchical-cache": None,
         "chunked-prefill-size": 4096,
@@ -23,6 +23,7 @@ def test_options_become_arguments() -> None:
         ("pp-size", "engine.options.pp-size is not possible: a weight push"),
         ("page_size", "trajectories fork at any token"),
         ("tp_size", "set engine.tensor instead"),
+        ("enable_fp32_lm_head", "set model.fp32_head instead"),
         ("port", "the launcher sets it"),
         ("kv_cache_dtyp", "has no such option; did you mean engine.options.kv_cache_dtype?"),
     ],

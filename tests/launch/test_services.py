@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arpo_megatron.config import EngineConfig, JobConfig
+from arpo_megatron.config import EngineConfig, JobConfig, ModelConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import services
 from arpo_megatron.launch.supervisor import Supervisor
@@ -14,18 +14,28 @@ from tools_sandbox.client import SandboxClient, SandboxDenied
 from tools_sandbox.config import TOKEN_VARIABLE
 
 
+def engine_command(config: JobConfig, directory: Path, index: int = 0) -> list[str]:
+    (directory / "config.json").write_text("{}")
+    held = services.Job(config, RunDirectory(directory), Supervisor(directory))
+    return list(services._engine(held, directory, config.engine, index, directory, "token").command)
+
+
 def test_engine_seeds_fit_32_bits(tmp_path: Path) -> None:
     """SGLang seeds numpy, which refuses 2**32."""
-    (tmp_path / "config.json").write_text("{}")
     config = JobConfig("test", engine=EngineConfig(replicas=2), seed=2**32 - 1)
 
     def seed(job: JobConfig, index: int) -> str:
-        held = services.Job(job, RunDirectory(tmp_path), Supervisor(tmp_path))
-        command = services._engine(held, tmp_path, job.engine, index, tmp_path, "token").command
+        command = engine_command(job, tmp_path, index)
         return command[command.index("--random-seed") + 1]
 
     assert [seed(config, index) for index in range(2)] == [str(2**32 - 1), "0"]
     assert [seed(replace(config, seed=5), index) for index in range(2)] == ["5", "6"]
+
+
+def test_fp32_head_is_one_of_both_sides(tmp_path: Path) -> None:
+    flag = "--enable-fp32-lm-head"
+    assert flag not in engine_command(JobConfig("test"), tmp_path)
+    assert flag in engine_command(JobConfig("test", model=ModelConfig(fp32_head=True)), tmp_path)
 
 
 def test_tool_service_of_a_job_needs_the_token_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 """A trainer and requests to its engine, for tests of weight pushes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 import torch
 
@@ -16,6 +17,7 @@ from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import PushSettings, WeightSync, probe_gap
+from arpo_megatron.weights.transports import Handover, Network
 from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, sample_tokens
 
 TOKENS = sample_tokens(48)
@@ -58,6 +60,41 @@ class Trainer:
         with torch.no_grad():
             wanted = megatron_logprobs(self.model, tokens).numpy()
         return max(probe_gap(wanted, scored) for scored in sync.engines.start_logprobs(tokens.tolist())())
+
+
+MOMENTS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
+    "before it begins": ("begin_push", 1, (EngineAdmin,)),
+    "before the plan": ("layouts", 1, (EngineAdmin,)),
+    "before both sides connect": ("connect", 1, (Network, Handover)),
+    "before the first round": ("_start", 1, (Network, Handover)),
+    "between rounds": ("_start", 3, (Network, Handover)),
+    "before the commit": ("commit_push", 1, (EngineAdmin,)),
+    "before checksums": ("checksums", 1, (EngineAdmin,)),
+}
+"""Moments of a push on rank 0: the method that begins there, which of its calls, and its classes."""
+
+
+@contextmanager
+def at(moment: str, act: Callable[[], object]) -> Iterator[None]:
+    """Do `act` once at a moment of a push of this process."""
+    name, wanted, classes = MOMENTS[moment]
+    calls = 0
+
+    def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == wanted:
+                act()
+            return original(*arguments, **named)
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in classes:
+            patch.setattr(owner, name, hooked(getattr(owner, name)))
+        yield
+    assert calls >= wanted, f"no push came to the moment {moment!r}"
 
 
 def post(url: str, max_new_tokens: int = 4) -> requests.Response:

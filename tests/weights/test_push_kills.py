@@ -1,0 +1,91 @@
+"""Kills at named moments of a push: no half push is served, and the next push repairs the engine."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.weights.control import Control
+from arpo_megatron.weights.sync import PushSettings, WeightSync
+from tests.ranks import RankFailedError, run_ranks
+from tests.weights.pushes import BUCKET_BYTES, MOMENTS, SIZES, TIMEOUT_S, at, generate, post, trainer
+
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow_campaign]
+BOTH = ParallelConfig(pipeline=2)
+COMMITTED = "before checksums"
+
+
+def push_and_die(url: str, directory: Path, version: int, kind: str, moment: str) -> None:
+    """Push on both ranks of PP2; rank 0 is killed at the moment."""
+    from arpo_megatron.actor import parallel
+    from arpo_megatron.actor.model import build_chunks
+    from arpo_megatron.weights.load import load_hf
+
+    parallel.initialize(BOTH, seed=1)
+    spec = ModelSpec.from_hf(directory)
+    chunks = build_chunks(spec, BOTH, torch.float32, initialize=False)
+    load_hf(chunks, spec, directory)
+    control = Control(parallel.group("control"))
+    settings = PushSettings(kind=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
+    sync = WeightSync(control, EngineAdmin([url], TIMEOUT_S), chunks, spec, settings)
+    if control.rank:
+        sync.push(version)
+        return
+    with at(moment, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        sync.push(version)
+
+
+@pytest.mark.parametrize("kind", ["network", "ipc"])
+def test_killed_trainer_leaves_the_engine_closed_or_whole(engine: EngineHandle, tmp_path: Path, kind: str) -> None:
+    trained = trainer(tmp_path, 70)
+    for number, moment in enumerate(MOMENTS):
+        version = 100 + 10 * number
+        with trained.sync(engine.url, kind=kind) as sync:
+            sync.push(version)
+        with pytest.raises(RankFailedError) as died:
+            run_ranks(push_and_die, engine.url, tmp_path / "70", version + 1, kind, moment, ranks=2)
+        assert died.value.exit_code == -signal.SIGKILL, (moment, died.value)
+        if moment == "before it begins":
+            assert generate(engine.url)["meta_info"]["weight_version"] == str(version)
+        elif moment == COMMITTED:
+            assert generate(engine.url)["meta_info"]["weight_version"] == str(version + 1)
+        else:
+            assert post(engine.url).status_code == 503, moment
+        with trained.sync(engine.url, kind=kind) as sync:
+            sync.push(version + 2)
+            assert trained.gap(sync) < 1e-4
+        assert generate(engine.url)["meta_info"]["weight_version"] == str(version + 2)
+
+
+@pytest.mark.parametrize("kind", ["network", "ipc"])
+def test_killed_engine_fails_the_push_and_its_successor_gets_a_whole_one(
+    engine_model: Path, tmp_path: Path, kind: str
+) -> None:
+    trained = trainer(tmp_path, 71)
+    log = tmp_path / "log"
+    for number, moment in enumerate(MOMENTS):
+        with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log) as first:
+            port = int(first.url.rpartition(":")[2])
+            with trained.sync(first.url, kind=kind) as sync:
+                with at(moment, lambda server=first: kill_rank(server)), pytest.raises(WeightPushError):
+                    sync.push(200 + number)
+                first.stop()
+                with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log, port=port) as second:
+                    assert sync.push(300 + number).verified, moment
+                    assert trained.gap(sync) < 1e-4
+                    assert generate(second.url)["meta_info"]["weight_version"] == str(300 + number)
+
+
+def kill_rank(server: EngineHandle) -> None:
+    """Kill the second rank of an engine and wait for the end of the server, which follows."""
+    ranks = psutil.Process(server.process.pid).children(recursive=True)
+    (rank,) = [child for child in ranks if "scheduler_TP1" in " ".join(child.cmdline())]
+    rank.kill()
+    psutil.wait_procs([psutil.Process(server.process.pid)], timeout=30)
