@@ -64,23 +64,23 @@ def test_killed_trainer_leaves_the_engine_closed_or_whole(engine: EngineHandle, 
         assert generate(engine.url)["meta_info"]["weight_version"] == str(version + 2)
 
 
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["network", "ipc"])
 def test_killed_engine_fails_the_push_and_its_successor_gets_a_whole_one(
-    engine_model: Path, tmp_path: Path, kind: str
+    engine_model: Path, tmp_path: Path, kind: str, moment: str
 ) -> None:
     trained = trainer(tmp_path, 71)
     log = tmp_path / "log"
-    for number, moment in enumerate(MOMENTS):
-        with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log) as first:
-            port = int(first.url.rpartition(":")[2])
-            with trained.sync(first.url, kind=kind) as sync:
-                with at(moment, lambda server=first: kill_rank(server)), pytest.raises(WeightPushError):
-                    sync.push(200 + number)
-                first.stop()
-                with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log, port=port) as second:
-                    assert sync.push(300 + number).verified, moment
-                    assert trained.gap(sync) < 1e-4
-                    assert generate(second.url)["meta_info"]["weight_version"] == str(300 + number)
+    with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log) as first:
+        port = int(first.url.rpartition(":")[2])
+        with trained.sync(first.url, kind=kind) as sync:
+            with at(moment, lambda: kill_rank(first)), pytest.raises(WeightPushError):
+                sync.push(200)
+            first.stop()
+            with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log, port=port) as second:
+                assert sync.push(201).verified
+                assert trained.gap(sync) < 1e-4
+                assert generate(second.url)["meta_info"]["weight_version"] == "201"
 
 
 def kill_rank(server: EngineHandle) -> None:
