@@ -355,10 +355,12 @@ def _merge(base: Tree, over: Mapping[str, Any]) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    # Unknown keys first: a misspelt key is the most likely cause of the other errors.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "unexpected_keyword_argument")
-    fault = faults[0]
-    path = [str(part) for part in fault["loc"]]
+    # Unknown keys first: a misspelt key is the most likely cause of the other errors. Of a union, the member that the
+    # value fits best: the one with the fault deepest inside. pydantic names members, and keys, in brackets.
+    found = [(fault, [str(part) for part in fault["loc"] if "[" not in str(part)]) for fault in error.errors()]
+    first = found[0][1][:2]
+    rank = [(fault["type"] != "unexpected_keyword_argument", path[:2] != first, -len(path)) for fault, path in found]
+    fault, path = found[rank.index(min(rank))]
     key = ".".join(path)
     if fault["type"] == "unexpected_keyword_argument":
         return f"unknown config key {key}{_key_hint(path)}"

@@ -49,6 +49,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
         (["algorithm.minibatches=99"], "exceeds train.tasks_per_step"),
         (["algorithm=3"], "algorithm"),
+        (["data.path={a.jsonl: -1}"], "data.path.a.jsonl: input should be greater than 0, not -1"),
         (["train.steps=true"], "train.steps: input should be a valid integer"),
         (['train.steps="20"'], "train.steps: input should be a valid integer"),
         (["train.steps=2026-11-21"], "train.steps: input should be a valid integer"),
