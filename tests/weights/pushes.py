@@ -17,7 +17,7 @@ from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import PushSettings, WeightSync, probe_gap
-from arpo_megatron.weights.transports import Handover, Network
+from arpo_megatron.weights.transports import Ipc, Network
 from tests.models.tiny_models import VOCABULARY, make, megatron_logprobs, sample_tokens
 
 TOKENS = sample_tokens(48)
@@ -65,9 +65,9 @@ class Trainer:
 MOMENTS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
     "before it begins": ("begin_push", 1, (EngineAdmin,)),
     "before the plan": ("layouts", 1, (EngineAdmin,)),
-    "before both sides connect": ("connect", 1, (Network, Handover)),
-    "before the first round": ("_start", 1, (Network, Handover)),
-    "between rounds": ("_start", 3, (Network, Handover)),
+    "before both sides connect": ("connect", 1, (Network, Ipc)),
+    "before the first round": ("_start", 1, (Network, Ipc)),
+    "between rounds": ("_start", 3, (Network, Ipc)),
     "before the commit": ("commit_push", 1, (EngineAdmin,)),
     "before checksums": ("checksums", 1, (EngineAdmin,)),
 }
