@@ -54,10 +54,10 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     },
     ExtensionPoint.BRANCH_POLICY: {
         "aepo": "arpo_megatron.algorithms.branching.aepo:AepoPolicy",
-        "aepo_reference": "arpo_megatron.algorithms.branching.aepo_reference:AepoReferencePolicy",
-        "aepo_scripts": "arpo_megatron.algorithms.branching.aepo_reference:AepoScriptsPolicy",
+        "aepo_released": "arpo_megatron.algorithms.branching.aepo_released:AepoReleasedPolicy",
+        "aepo_scripts": "arpo_megatron.algorithms.branching.aepo_released:AepoScriptsPolicy",
         "arpo": "arpo_megatron.algorithms.branching.arpo:ArpoPolicy",
-        "arpo_reference": "arpo_megatron.algorithms.branching.arpo_reference:ArpoReferencePolicy",
+        "arpo_released": "arpo_megatron.algorithms.branching.arpo_released:ArpoReleasedPolicy",
         "grpo": "arpo_megatron.algorithms.branching.grpo:GrpoPolicy",
         "random": "arpo_megatron.algorithms.branching.random_forks:RandomPolicy",
     },
@@ -112,7 +112,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"
         for name in (
-            *("aepo", "aepo_reference", "arpo", "arpo_reference", "bapo", "cispo", "dapo", "dots", "eapo_partial"),
+            *("aepo", "aepo_released", "arpo", "arpo_released", "bapo", "cispo", "dapo", "dots", "eapo_partial"),
             *(
                 "epo",
                 "flow_grpo",

@@ -27,7 +27,7 @@ from arpo_megatron.recipes._layouts import Variant
 ARMS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},
     "random": {"algorithm.name": "random"},
-    "arpo_reference": {"algorithm.name": "arpo_reference"},
+    "arpo_released": {"algorithm.name": "arpo_released"},
     "aepo": {"algorithm.name": "aepo"},
     "dapo": {"algorithm.name": "dapo"},
     "reinforce_plus_plus": {"algorithm.name": "reinforce_plus_plus"},

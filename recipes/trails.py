@@ -13,7 +13,7 @@ VARIANTS: dict[str, Variant] = {
     "grpo": {"algorithm.name": "grpo"},
     "grpo_equal_calls": {"algorithm.name": "grpo", "algorithm.group_size": 6},
     "random": {"algorithm.name": "random"},
-    "arpo_reference": {"algorithm.name": "arpo_reference"},
+    "arpo_released": {"algorithm.name": "arpo_released"},
     "aepo": {"algorithm.name": "aepo"},
     "weight_0": {"algorithm.entropy_weight": 0.0},
     "weight_02": {"algorithm.entropy_weight": 0.2},

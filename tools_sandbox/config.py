@@ -301,7 +301,7 @@ class SandboxConfig:
     """Longest wait for a free slot in seconds. After that the service answers 429 and the client asks again."""
     orphan_s: Seconds = 2.0
     """Seconds that a call keeps running after its connection broke, so that a retry with its request id finds it."""
-    replay_s: Seconds = 120.0
+    keep_answers_s: Seconds = 120.0
     """Seconds that an answer is kept for a retry with its request id (at most 4096 answers)."""
     drain_s: Seconds = 2.0
     """Seconds that calls in flight may keep running after SIGTERM. New calls get HTTP 503."""

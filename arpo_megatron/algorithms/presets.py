@@ -44,9 +44,9 @@ def preset(
 EXPERIMENTAL = "Experimental: the formula comes from public notes, not from the paper or its authors' code."
 
 ARPO = preset("Entropy-driven forks after tool results, soft credit (arXiv 2507.19849).", branching="arpo")
-ARPO_REFERENCE = preset(
+ARPO_RELEASED = preset(
     "ARPO with the entropy rule and the rounds of the released code, to compare with published runs.",
-    branching="arpo_reference",
+    branching="arpo_released",
 )
 RANDOM = preset(
     "Control arm of ARPO: forks at the same places, with a chance that ignores entropy.", branching="random"
@@ -59,10 +59,10 @@ AEPO = preset(
     loss="aepo",
     params={"probe_slope": 0.5, "streak_penalty": 0.05, "entropy_advantage": 0.2},
 )
-AEPO_REFERENCE = preset(
+AEPO_RELEASED = preset(
     "AEPO with the rule, the probe and the rounds of its released code, which leaves entropy out of the advantage. Its "
     "scripts switch the probe off: algorithm.branching=aepo_scripts.",
-    branching="aepo_reference",
+    branching="aepo_released",
     loss="aepo",
     params={"streak_penalty": 0.05},
 )

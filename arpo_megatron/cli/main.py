@@ -83,7 +83,7 @@ def demo(
     overrides: Overrides = None,
     seed: Seed = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="Algorithm preset: arpo, or grpo, random or arpo_reference to compare with.")
+        str | None, typer.Option(help="Algorithm preset: arpo, or grpo, random or arpo_released to compare with.")
     ] = None,
     config: ConfigFile = None,
     resume: Resume = False,

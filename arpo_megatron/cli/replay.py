@@ -1,4 +1,4 @@
-"""`arpo replay-pack` and `arpo replay-tree`: compute again what a run has stored."""
+"""`arpo recompute-update` and `arpo replay-tree`: compute again what a run has stored."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,18 +10,18 @@ from arpo_megatron.cli.options import Panel, next_command, open_run
 app = typer.Typer()
 
 
-@app.command("replay-pack", rich_help_panel=Panel.MEASURE)
-def replay_pack(
+@app.command("recompute-update", rich_help_panel=Panel.MEASURE)
+def recompute_update(
     file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
 ) -> None:
     """Compute a skipped update again and report which of its quantities are not finite.
 
     The weights come from the run's newest complete checkpoint. The run is not changed.
     """
-    from arpo_megatron.launch.job import replay_skipped_update
+    from arpo_megatron.launch.job import recompute_skipped_update
 
     run = open_run(file.resolve().parent.parent)
-    print(replay_skipped_update(run, file), end="", flush=True)
+    print(recompute_skipped_update(run, file), end="", flush=True)
     next_command(f"arpo view {run.path}")
 
 

@@ -25,7 +25,7 @@ class AlgorithmConfig:
     selector: str = "epochs"
     """Which tasks a step gets. `epochs`: all of them, shuffled."""
     branching: str = "arpo"
-    """Where trees fork. `arpo`: after tool results, driven by entropy, as in the paper. `arpo_reference`: the
+    """Where trees fork. `arpo`: after tool results, driven by entropy, as in the paper. `arpo_released`: the
     entropy rule and the rounds of the released code. `random`: the control arm, which ignores entropy.
     `grpo`: nowhere, `group_size` independent trajectories. docs/reference/algorithms.md lists all of them."""
     advantage: str = "group"

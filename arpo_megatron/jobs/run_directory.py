@@ -141,7 +141,7 @@ class RunDirectory:
 
     @property
     def skipped_updates(self) -> Path:
-        """Batches whose update was skipped because a quantity was not finite (`arpo replay-pack`)."""
+        """Batches whose update was skipped because a quantity was not finite (`arpo recompute-update`)."""
         return self.path / "skipped_updates"
 
     @property

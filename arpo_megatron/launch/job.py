@@ -177,7 +177,7 @@ def export_checkpoint(run: RunDirectory, out: Path | None, step: int | None) -> 
     return out
 
 
-def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
+def recompute_skipped_update(run: RunDirectory, dump: Path) -> str:
     """Compute a skipped update again with the newest checkpoint of its run; return lines that say what is finite.
 
     Raises:
@@ -188,9 +188,9 @@ def replay_skipped_update(run: RunDirectory, dump: Path) -> str:
     check_model(config, run)
     load_skipped_update(dump)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "replay.txt"
+        out = Path(folder) / "report.txt"
         with hold_run(config, run) as job:
-            run_trainer(job, "arpo_megatron.trainer.replay_update", str(dump.resolve()), str(out))
+            run_trainer(job, "arpo_megatron.trainer.recompute_update", str(dump.resolve()), str(out))
         return out.read_text(encoding="utf-8")
 
 

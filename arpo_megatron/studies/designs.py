@@ -33,7 +33,7 @@ DESIGNS: Mapping[str, Design] = {
         Design(
             "efficiency",
             "Held-out reward against executed tool calls, for ways of spending a group's trajectories.",
-            arms=("grpo", "grpo_equal_calls", "random", "arpo_reference", "arpo", "aepo"),
+            arms=("grpo", "grpo_equal_calls", "random", "arpo_released", "arpo", "aepo"),
             control="grpo",
             seeds=5,
             pairs=(("arpo", "random"),),  # the effect of entropy on branching

@@ -1,6 +1,6 @@
 """Set-up of a training rank: model, checkpoints and logs, opened and closed in one place.
 
-Used by `train`, `sft` and `replay_update`.
+Used by `train`, `sft` and `recompute_update`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,7 +160,7 @@ def dump_skipped_update(update: SkippedUpdate, skipped_before: int, folder: Path
     hint = ""
     if events.enabled:
         try:
-            hint = f"arpo replay-pack {save_skipped_update(folder, update)} shows what is not finite"
+            hint = f"arpo recompute-update {save_skipped_update(folder, update)} shows what is not finite"
         except OSError as error:
             hint = f"it could not be dumped: {error}"
     hint = parallel.broadcast_object(hint)  # any rank's error may be the one that the user reads

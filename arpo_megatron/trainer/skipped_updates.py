@@ -1,7 +1,7 @@
-"""Updates that were skipped because a loss or gradient was not finite: counted, and dumped for a replay.
+"""Updates that were skipped because a loss or gradient was not finite: counted, and dumped to be computed again.
 
 A dump is one .npz file with all packs of the batch (packs of a cut tree inherit from each other, so one alone is not
-enough) and their log-probs. `arpo replay-pack FILE` computes the update again.
+enough) and their log-probs. `arpo recompute-update FILE` computes the update again.
 """
 
 import json
@@ -28,7 +28,7 @@ class SkippedUpdate:
     """A batch whose update was skipped."""
 
     phase: Phase
-    """Phase of the job. A replay takes the weights from its checkpoints."""
+    """Phase of the job. The computation takes the weights from its checkpoints."""
     step: int
     """Finished steps before it (updates, in supervised training)."""
     loss: LossForm

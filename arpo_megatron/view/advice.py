@@ -206,7 +206,7 @@ def _skipped_updates(metrics: Sequence[Row], _config: Row) -> Advice | None:
     return Advice(
         "Updates were skipped",
         f"loss or gradient of {skipped:.0f} recent updates was not finite",
-        "arpo replay-pack RUN_DIR/skipped_updates/FILE shows which quantity is not finite",
+        "arpo recompute-update RUN_DIR/skipped_updates/FILE shows which quantity is not finite",
         "updates_skipped",
         "docs/guides/training.md",
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arpo_megatron.algorithms.branching import (
     ArpoPolicy,
-    ArpoReferencePolicy,
+    ArpoReleasedPolicy,
     ForkPoint,
     GrpoPolicy,
     RandomPolicy,
@@ -19,7 +19,7 @@ from arpo_megatron.algorithms.branching import (
     uniform_draw,
 )
 from arpo_megatron.algorithms.branching.aepo import AepoPolicy
-from arpo_megatron.algorithms.branching.aepo_reference import AepoReferencePolicy
+from arpo_megatron.algorithms.branching.aepo_released import AepoReleasedPolicy
 from arpo_megatron.algorithms.branching.base import Probe, initial_budgets, split_budget
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import Float32Array
@@ -28,7 +28,7 @@ CONFIG = AlgorithmConfig(
     group_size=16, initial_rollouts=8, beam_size=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4
 )
 POLICY = ArpoPolicy(CONFIG, vocabulary_size=1000, seed=3)
-BRANCHING = ("aepo", "aepo_reference", "aepo_scripts", "arpo", "arpo_reference", "random")
+BRANCHING = ("aepo", "aepo_released", "aepo_scripts", "arpo", "arpo_released", "random")
 
 entropies = st.lists(st.floats(0, 7, width=32), min_size=1, max_size=8).map(lambda x: np.array(x, np.float32))
 paths = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(tuple)
@@ -129,8 +129,8 @@ def test_branch_policies_are_built_by_name() -> None:
     grpo = make_branch_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
     assert make_branch_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
-    reference = make_branch_policy(named("arpo_reference"), vocabulary_size=9, seed=2)
-    assert reference == ArpoReferencePolicy(named("arpo_reference"), 9, 2)
+    released = make_branch_policy(named("arpo_released"), vocabulary_size=9, seed=2)
+    assert released == ArpoReleasedPolicy(named("arpo_released"), 9, 2)
     assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
     assert (POLICY.initial, POLICY.total, POLICY.measured_tokens) == (8, 16, 4)
 
@@ -156,18 +156,18 @@ def released_branches(draw: float, before: list[float], start: list[float], voca
 
 
 @given(entropies, entropies, entropies, st.integers(0, 500))
-def test_arpo_reference_equals_the_released_arithmetic(
+def test_arpo_released_equals_the_released_arithmetic(
     start: Float32Array, before: Float32Array, after: Float32Array, step: int
 ) -> None:
-    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+    policy = ArpoReleasedPolicy(named("arpo_released"), vocabulary_size=1000, seed=3)
     decision = policy.decide(point(start, after, before_entropies=before, step=step))
     expected = released_branches(decision.record.draw, before.tolist(), start.tolist(), 1000)
     chance = decision.record.probability
     assert decision.siblings == int(expected) or abs(decision.record.draw - chance) < 1e-6
 
 
-def test_arpo_reference_is_one_round_late_and_does_not_extrapolate() -> None:
-    policy = ArpoReferencePolicy(named("arpo_reference"), vocabulary_size=1000, seed=3)
+def test_arpo_released_is_one_round_late_and_does_not_extrapolate() -> None:
+    policy = ArpoReleasedPolicy(named("arpo_released"), vocabulary_size=1000, seed=3)
     start = array(2, 2, 2, 2)
     first = policy.decide(point(start, array(9, 9, 9, 9)))  # before_entropies are the first segment's
     assert (first.record.dH, first.record.probability) == (0.0, 0.5)
@@ -198,15 +198,15 @@ def test_random_policy_forks_at_the_rate_of_another_run() -> None:
 
 
 def test_released_code_draws_for_every_copy() -> None:
-    policy = ArpoReferencePolicy(named("arpo_reference", beam_size=4), vocabulary_size=1000, seed=3)
+    policy = ArpoReleasedPolicy(named("arpo_released", beam_size=4), vocabulary_size=1000, seed=3)
     siblings = [policy.decide(point(array(1), array(1), step=step)).siblings for step in range(400)]
     shares = np.bincount(siblings, minlength=4) / 400
     assert shares == pytest.approx(np.array([1, 3, 3, 1]) / 8, abs=0.07)  # three draws at 0.5
     assert policy.decide(point(array(1), array(1), budget=0)).siblings == 0
 
 
-def test_aepo_reference_rounds_down_and_adds_one() -> None:
-    policy = AepoReferencePolicy(CONFIG, vocabulary_size=1000, seed=0)
+def test_aepo_released_rounds_down_and_adds_one() -> None:
+    policy = AepoReleasedPolicy(CONFIG, vocabulary_size=1000, seed=0)
     low, high = array(1, 1), array(9, 9)
     root, mean = 18 / math.log(1000), (18 + 2 + 2) / 3 / math.log(1000)
     assert policy.plan(Probe(high, (low, low))) == int(16 / (1 + math.exp(-0.5 * (root - mean)))) + 1
@@ -234,10 +234,10 @@ def test_aepo_consecutive_forks_lower_the_chance() -> None:
 
 
 @given(entropies, entropies, entropies, st.integers(0, 500), st.integers(0, 25))
-def test_aepo_reference_equals_the_released_arithmetic(
+def test_aepo_released_equals_the_released_arithmetic(
     start: Float32Array, before: Float32Array, after: Float32Array, step: int, streak: int
 ) -> None:
-    policy = AepoReferencePolicy(named("aepo_reference"), vocabulary_size=1000, seed=3)
+    policy = AepoReleasedPolicy(named("aepo_released"), vocabulary_size=1000, seed=3)
     decision = policy.decide(point(start, after, before_entropies=before, step=step, streak=streak))
     now, initial = (sum(values.tolist()[:20]) / math.log(1000) for values in (before, start))
     weighed = (1 - decision.record.draw + 0.2 * (now - initial)) * max(0.0, 1 - 0.05 * streak)

@@ -92,7 +92,7 @@ PANELS = {
     "Look": ("status", "logs", "health", "compare", "trees", "view"),
     "Evaluate": ("eval", "eval-report", "judge-report", "decontaminate", "serve", "chat"),
     "On a cluster": ("submit", "resume", "cancel"),
-    "Measure and check": ("bench", "study", "replay-tree", "replay-pack"),
+    "Measure and check": ("bench", "study", "replay-tree", "recompute-update"),
 }
 
 

@@ -152,14 +152,14 @@ def test_resume_with_changed_data_is_one_line(run: Path, talks: Path, model: Pat
     assert f"sft.data={talks} has changed since {run} was started" in " ".join(refused.stderr.split())
 
 
-def test_replay_pack_names_the_nonfinite_pack(run: Path) -> None:
+def test_recompute_update_names_the_nonfinite_pack(run: Path) -> None:
     tree = RolloutTree("task", [1, 2, 3])
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))
     (pack,) = pack_trees([tree], supervised_credit([tree]), token_budget=100)
     bad = dataclasses.replace(pack, positive=pack.positive * np.float32(np.nan))
     update = SkippedUpdate("sft", 1, "nll", [1], [pack, bad], None)
     dump = save_skipped_update(run / "skipped_updates", update)
-    done = subprocess.run([*ARPO, "replay-pack", str(dump)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*ARPO, "recompute-update", str(dump)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "skipped update after 1 updates: the loss of pack 1 of 2 was not finite"

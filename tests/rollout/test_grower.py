@@ -196,7 +196,7 @@ def test_stop_at_answer_ends_the_trajectory(scripted_engine: Start, sandbox_url:
         assert tree.segments[1].finish is Finish.END
 
 
-@pytest.mark.parametrize("name", ["aepo", "aepo_reference", "arpo", "arpo_reference", "random"])
+@pytest.mark.parametrize("name", ["aepo", "aepo_released", "arpo", "arpo_released", "random"])
 def test_each_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox_url: str, name: Any) -> None:
     engine = scripted_engine(ScriptedEngine(planned(*PLAN)))
     config = AlgorithmConfig(branching=name, group_size=10, initial_rollouts=3, entropy_tokens=6)
@@ -207,7 +207,7 @@ def test_each_branching_policy_grows_whole_trees(scripted_engine: Start, sandbox
     records = [segment.branch for segment in tree.segments if segment.branch is not None]
     assert max(fork_points(tree)) == 2
     after_first_call = [tree.segments[i].branch for i in range(len(tree.segments)) if len(tree.path(i)) == 4]
-    if name == "arpo_reference":
+    if name == "arpo_released":
         assert {record.dH for record in after_first_call if record is not None} == {0.0}
         assert any(record.dH != 0.0 for record in records)
 

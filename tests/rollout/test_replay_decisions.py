@@ -34,12 +34,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "arpo from one trajectory": {"initial_rollouts": 1},
     "arpo that never forks": {"branch_probability": 0.0, "entropy_weight": 0.0},
     "arpo without a beam": {"beam_size": 1},
-    "arpo_reference": {"entropy_weight": 2.0},
+    "arpo_released": {"entropy_weight": 2.0},
     "random": {},
     "grpo": {},
     "aepo": {"branch_probability": 0.8, "params": {"streak_penalty": 0.4}},
     "aepo that begins with few": {"params": {"probe_slope": 50.0}},
-    "aepo_reference": {"entropy_weight": 2.0},
+    "aepo_released": {"entropy_weight": 2.0},
     "aepo_scripts": {"entropy_weight": 2.0, "branch_probability": 0.8},
 }
 

@@ -104,7 +104,7 @@ def test_retry_after_broken_connection_executes_once(service: Any) -> None:
         before = executions(service)
         assert client.call("python", UNIQUE).status == "ok"
         assert executions(service) - before == 1
-    assert metric(service, "tools_sandbox_replayed") >= 4
+    assert metric(service, "tools_sandbox_retries_answered") >= 4
 
 
 def test_async_client_retries_with_same_id(service: Any) -> None:

@@ -12,7 +12,7 @@ from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.trainer.replay_update import replay
+from arpo_megatron.trainer.recompute_update import recompute
 from arpo_megatron.trainer.setup import dump_skipped_update
 from arpo_megatron.trainer.skipped_updates import (
     SkippedUpdate,
@@ -61,7 +61,7 @@ def test_update_with_a_nonfinite_gradient_is_skipped():
     hook = actor.model.embedding.word_embeddings.weight.register_hook(lambda gradient: gradient * np.nan)
     bad = bad_update(actor, packs)
     assert bad.reason == f"the gradient was not finite, the loss of all {len(packs)} packs was"
-    assert any("the gradient is not finite in 1 weights, embedding" in line for line in replay(actor, bad))
+    assert any("the gradient is not finite in 1 weights, embedding" in line for line in recompute(actor, bad))
     hook.remove()
     assert not actor.update(packs, None, "nll").skipped
 
@@ -96,7 +96,7 @@ def test_replay_reports_what_is_finite_and_changes_nothing(tmp_path):
     bad = bad_update(actor, with_a(np.nan, packs, 1))
     again = load_skipped_update(save_skipped_update(tmp_path, bad))
     before = [parameter.detach().clone() for parameter in actor.model.parameters()]
-    lines = list(replay(actor, again))
+    lines = list(recompute(actor, again))
     assert len(lines) == len(packs) + 2
     assert lines[0].startswith("pack 0: finite (loss ")
     count = len(packs[1].positive)
@@ -104,7 +104,7 @@ def test_replay_reports_what_is_finite_and_changes_nothing(tmp_path):
     assert lines[-2] == "gradient norm: nan"
     assert "the gradient is not finite in" in lines[-1]
     assert all(torch.equal(old, new) for old, new in zip(before, actor.model.parameters(), strict=True))
-    assert not any("not finite" in line for line in replay(actor, dataclasses.replace(again, packs=packs)))
+    assert not any("not finite" in line for line in recompute(actor, dataclasses.replace(again, packs=packs)))
 
 
 def test_three_skipped_updates_in_a_row_end_the_run(tmp_path):
@@ -113,13 +113,15 @@ def test_three_skipped_updates_in_a_row_end_the_run(tmp_path):
     in_a_row = 0
     for update in (bad, bad, None, bad, bad):
         in_a_row = 0 if update is None else dump_skipped_update(update, in_a_row, folder, events)
-    with pytest.raises(UserError, match=r"3 updates in a row were skipped; .* arpo replay-pack .*train_000003-5.npz"):
+    with pytest.raises(
+        UserError, match=r"3 updates in a row were skipped; .* arpo recompute-update .*train_000003-5.npz"
+    ):
         dump_skipped_update(bad, in_a_row, folder, events)
     texts = [json.loads(line)["text"] for line in events.path.read_text().splitlines()]
     assert len(texts) == len(list(folder.iterdir())) == 5
     packs = len(bad.packs)
     assert texts[0].startswith(
-        f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo replay-pack "
+        f"an update was skipped: the loss of pack 1 of {packs} was not finite; arpo recompute-update "
     )
 
 

@@ -115,7 +115,7 @@ class RequestDeduplicator:
         self._digests_in_flight: dict[str, str] = {}
         self._answered: OrderedDict[str, _KnownAnswer] = OrderedDict()
         self._bytes = 0
-        self.replayed = 0
+        self.retries_answered = 0
         """Number of retries that executed nothing."""
 
     async def answer(self, request_id: str, digest: str, work: Callable[[], Awaitable[ToolAnswer]]) -> ToolAnswer:
@@ -129,10 +129,10 @@ class RequestDeduplicator:
         if digest != expected_digest:
             raise RequestIdReused("this request id was used for another call")
         if known is not None:
-            self.replayed += 1
+            self.retries_answered += 1
             return known.answer
         if request_id in self._flights:
-            self.replayed += 1
+            self.retries_answered += 1
 
         async def execute_and_keep() -> ToolAnswer:
             self._digests_in_flight[request_id] = digest

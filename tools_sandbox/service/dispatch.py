@@ -86,7 +86,7 @@ class ToolService:
         """Pool of one worker by the name of a tool of its MCP server."""
         self._pools = [self._workers]
         self._queues: dict[str, FairQueue] = {}
-        self._requests = RequestDeduplicator(config.replay_s, config.orphan_s)
+        self._requests = RequestDeduplicator(config.keep_answers_s, config.orphan_s)
         self._calls: set[asyncio.Task[ToolAnswer]] = set()
         self._answered: Counter[str] = Counter()
         self._started = list[Tool]()
@@ -260,7 +260,11 @@ class ToolService:
         )
         watch("cache_misses", "Executions of cacheable calls since the start.", lambda: cache.counts.misses)
         watch("cache_file_errors", "Failures of the cache file since the start.", lambda: cache.counts.file_errors)
-        watch("replayed", "Retries that executed nothing since the start.", lambda: self._requests.replayed)
+        watch(
+            "retries_answered",
+            "Retries that executed nothing since the start.",
+            lambda: self._requests.retries_answered,
+        )
         watch("workers", "Worker processes alive.", lambda: self._workers.alive)
         watch("worker_restarts", "Workers replaced since the start.", lambda: self._workers.restarts)
 
@@ -278,7 +282,7 @@ class ToolService:
                 "hit_share": round(self._cache.counts.hit_share, 4),
                 "entries": len(self._cache),
             },
-            "replayed": self._requests.replayed,
+            "retries_answered": self._requests.retries_answered,
             "workers": {"alive": self._workers.alive, "restarts": self._workers.restarts},
             "python": python.health,
             "isolation": python.isolation,

@@ -4,7 +4,7 @@ May import `registry`, `config`, `tree` and `errors`, but no other part of `algo
 """
 
 from arpo_megatron.algorithms.branching.arpo import ArpoPolicy
-from arpo_megatron.algorithms.branching.arpo_reference import ArpoReferencePolicy
+from arpo_megatron.algorithms.branching.arpo_released import ArpoReleasedPolicy
 from arpo_megatron.algorithms.branching.base import (
     BranchPolicy,
     Decision,
@@ -26,7 +26,7 @@ from arpo_megatron.registry import ExtensionPoint, make
 
 __all__ = [
     "ArpoPolicy",
-    "ArpoReferencePolicy",
+    "ArpoReleasedPolicy",
     "BranchPolicy",
     "Decision",
     "ForkBudget",

@@ -19,8 +19,8 @@ class Epo:
     P_t = max(0, epo_low * M - H_t) + max(0, H_t - epo_high * M), with M the mean over the finished steps of their mean
     entropies; P_t = 0 in the first step. beta_k = 1 + exp(-epo_decay * k / floor(K / 2)) in step k of K. The paper
     averages over the tokens of a turn, turns, and trajectories; here `loss_aggregation` sets the weights of tokens. M
-    counts a token that trajectories share once. `arpo replay-pack` repeats a skipped update as if it were in the first
-    step.
+    counts a token that trajectories share once. `arpo recompute-update` repeats a skipped update as if it were in the
+    first step.
     """
 
     clip_low: float

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arpo_megatron.algorithms.branching.arpo_reference import draw_copies, released_entropy
+from arpo_megatron.algorithms.branching.arpo_released import draw_copies, released_entropy
 from arpo_megatron.algorithms.branching.base import Decision, ForkingPolicy, ForkPoint, Probe, fork
 from arpo_megatron.tree import BranchRecord
 
@@ -15,7 +15,7 @@ class AepoScriptsPolicy(ForkingPolicy):
 
     The released code of AEPO (arXiv 2510.14545) as both of its scripts run it: they switch the probe off, so N is
     `algorithm.initial_rollouts`. l is the number of latest rounds in which the task got a new path, top-up included.
-    Reproduced and not reproduced is what `ArpoReferencePolicy` lists. Not reproduced, too: l is kept in a round without
+    Reproduced and not reproduced is what `ArpoReleasedPolicy` lists. Not reproduced, too: l is kept in a round without
     a new path of any task of the batch (here: it falls to 0).
     """
 
@@ -41,7 +41,7 @@ class AepoScriptsPolicy(ForkingPolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class AepoReferencePolicy(AepoScriptsPolicy):
+class AepoReleasedPolicy(AepoScriptsPolicy):
     """Set N by a probe, and then fork like `AepoScriptsPolicy`.
 
         N = int(M * sigmoid(0.5 * (H_root - mean H))) + 1, from 2 to M, with the mean over all segments of the probe

@@ -17,7 +17,7 @@ RELEASED_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class ArpoReferencePolicy(ForkingPolicy):
+class ArpoReleasedPolicy(ForkingPolicy):
     """Fork when clip(u - w * dH, 0, 1) <= p, with a uniform draw u, p = alpha and w = beta.
 
         dH = (sum of the first <= 20 entropies of the segment that made the call - sum of those of the first segment) /

@@ -1,6 +1,6 @@
-"""Compute a skipped update again, on all ranks (`arpo replay-pack`).
+"""Compute a skipped update again, on all ranks (`arpo recompute-update`).
 
-Run as `python -m arpo_megatron.trainer.replay_update RUN_DIR FILE OUT`. It loads the newest whole checkpoint of the
+Run as `python -m arpo_megatron.trainer.recompute_update RUN_DIR FILE OUT`. It loads the newest whole checkpoint of the
 update's phase, computes log-probs, loss and gradient, and writes to OUT what is finite. Weights do not change.
 """
 
@@ -21,7 +21,7 @@ from arpo_megatron.trainer.skipped_updates import SkippedUpdate, load_skipped_up
 from arpo_megatron.utils.rank_main import rank_main
 
 
-def replay(actor: Actor, update: SkippedUpdate) -> Iterator[str]:
+def recompute(actor: Actor, update: SkippedUpdate) -> Iterator[str]:
     """Yield lines that say what is finite, the same on all ranks."""
     ranks = actor.config.parallel.data  # the run may have been resumed on fewer
     packs = [replace(pack, data_rank=pack.data_rank % ranks) for pack in update.packs]
@@ -54,14 +54,14 @@ def _nonfinite_gradients(actor: Actor) -> list[str]:
 
 @rank_main
 def main() -> None:
-    """Replay the skipped update that the command line names; every rank runs this."""
+    """Compute the skipped update again that the command line names; every rank runs this."""
     run, update, out = RunDirectory(Path(sys.argv[1])), load_skipped_update(Path(sys.argv[2])), Path(sys.argv[3])
     with actor_session(run, update.phase, training=False) as session:
         checkpoint = session.load_newest()
         lines = [
             f"skipped update after {update.step} {'steps' if update.phase == 'train' else 'updates'}: {update.reason}",
             f"weights of {checkpoint or session.start}",
-            *replay(session.actor, update),
+            *recompute(session.actor, update),
         ]
         if parallel.is_rank_zero():
             out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
