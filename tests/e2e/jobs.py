@@ -24,6 +24,7 @@ SHORT_SFT = ("sft.steps=120",)
 """Overrides of a cold start after which the model calls tools, though not well."""
 SHORT = ["train.tasks_per_step=4", "evaluation.before=false", "evaluation.after=false"]
 """Overrides that make a step of the quickstart take seconds."""
+TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
 AHEAD = ["rollout.max_staleness=1"]
 """Overrides with which trees are in flight at any moment."""
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from arpo_megatron.cli.main import app
 from arpo_megatron.cli.trees import replay_trees
 from tests.e2e.conftest import run_demo
 from tests.e2e.jobs import ARPO, rows_of
@@ -45,16 +47,16 @@ def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], t
     figures = json.loads(arpo("eval", demo["run_dir"], "--tasks", "12").splitlines()[-1])
     assert (figures["tasks"], figures["not_answered"]) == (12, 0)
 
-    shown = arpo("export", demo["run_dir"], "--out", str(tmp_path / "export"), "--dry-run")
+    shown = arpo_here("export", demo["run_dir"], "--out", str(tmp_path / "export"), "--dry-run")
     assert shown == f"checkpoint of step {demo['steps']} -> {tmp_path / 'export'}\n" and not any(tmp_path.iterdir())
-    shown = arpo("serve", demo["run_dir"], "--dry-run")
+    shown = arpo_here("serve", demo["run_dir"], "--dry-run")
     assert demo["export_dir"] in shown and "tools search, python" in shown and "listen on 127.0.0.1" in shown
-    arpo("export", demo["run_dir"], "--out", str(tmp_path / "export"))
+    arpo_here("export", demo["run_dir"], "--out", str(tmp_path / "export"))
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "export", Path(demo["export_dir"])))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours), "the newest checkpoint is the end of training"
 
-    drawn = arpo("trees", demo["run_dir"], "--step", "1", "--count", "2")
+    drawn = arpo_here("trees", demo["run_dir"], "--step", "1", "--count", "2")
     assert "unique/flat" in drawn and drawn.count(" trajectories, ") == 2
 
 
@@ -113,4 +115,11 @@ def arpo(*arguments: str) -> str:
     """Run `arpo`, which must succeed; returns its standard output."""
     done = subprocess.run([*ARPO, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def arpo_here(*arguments: str) -> str:
+    """Run `arpo` in this process, which saves its imports; it must succeed. Returns its standard output."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
     return done.stdout

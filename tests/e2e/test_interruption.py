@@ -163,10 +163,9 @@ def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run
     assert (warm_run / "export" / "config.json").exists()
 
 
+@pytest.mark.slow_campaign
 @pytest.mark.parametrize(
-    ("log", "line"),
-    [pytest.param("sandbox.log", "", marks=pytest.mark.slow_campaign), ("engine.log", "Load weight begin")],
-    ids=["tool-service", "engine"],
+    ("log", "line"), [("sandbox.log", ""), ("engine.log", "Load weight begin")], ids=["tool-service", "engine"]
 )
 def test_ctrl_c_while_services_start(start: Start, warm_run: Path, log: str, line: str) -> None:
     job, path = start(training(warm_run)), warm_run / "logs" / log

@@ -7,32 +7,30 @@ import pytest
 
 from arpo_megatron.monitor.tree_store import read_trees
 from arpo_megatron.tree import Role
-from tests.e2e.jobs import AHEAD, SHORT, quickstart, rows_of, run_to_end, trained, undocumented
+from tests.e2e.jobs import AHEAD, SHORT, TWO_RANKS, quickstart, rows_of, run_to_end, trained, undocumented
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
 TASKS = 4
 SAMPLES = 8  # of the recipe
-TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
-FIGURES = (
-    *("loss", "loss_policy", "loss_kl", "loss_entropy", "clip_low_share", "clip_high_share", "clip_dual_share"),
-    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99"),
-    *("grad_norm", "trainer/tokens_per_s", "trainer/tflops", "trainer/mfu", "memory_peak_gb", "updates_skipped"),
-    *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
-    *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
-)
-"""Figures that every step records about its updates, packs and time."""
 GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mib=1"]
 
 
+@pytest.mark.slow_campaign
 def test_asynchronous_trees_are_drained_before_each_push(warm_run: Path) -> None:
     """No tree has tokens of two policies, none is too old, and no task is lost.
 
-    With tensor and sequence parallelism, and weights through shared memory. (`test_engine_death` covers pushes that
-    meet growing trees.)
+    `test_engine_death` covers pushes that meet growing trees.
     """
-    overrides = [*SHORT, *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
-    overrides += ["train.steps=2", *AHEAD, "rollout.across_push=drain", "rollout.stale=drop"]
+    overrides = [
+        *SHORT,
+        *TWO_RANKS,
+        "sync.transport=ipc",
+        "train.steps=2",
+        *AHEAD,
+        "rollout.across_push=drain",
+        "rollout.stale=drop",
+    ]
     run_to_end(quickstart("train", warm_run, *overrides), warm_run)
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 2
@@ -50,8 +48,6 @@ def test_asynchronous_trees_are_drained_before_each_push(warm_run: Path) -> None
     for row in rows:
         assert not any(row[name] for name in row if name.startswith("dropped/"))
         assert not undocumented(row)
-        assert all(isinstance(row[name], int | float) for name in FIGURES)
-        assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
     assert (warm_run / "export" / "model.safetensors").exists()
 
 

@@ -233,22 +233,42 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
-from tests.launch.test_supervisor import program
+from tests.launch.test_supervisor import SERVER, program
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.utils.signals import interrupt_on_signals
+interrupt_on_signals()
 run = RunDirectory(Path({path!r}))
 with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=3):
-    toy = program(run)
+    toy = program(run, code={code!r} or SERVER)
     supervisor.serve(toy)
     print(toy.url, flush=True)
     time.sleep(600)
 """
 
 
+def launcher(run: RunDirectory, code: str = "") -> list[str]:
+    """Return the command of a job with one service, which runs `code` instead of a server if it is given."""
+    tests = str(Path(__file__).resolve().parents[2])
+    return [sys.executable, "-c", LAUNCHER.format(tests=tests, path=str(run.path), code=code)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_services_end_with_a_job_that_is_interrupted_while_they_start(
+    run: RunDirectory, number: signal.Signals
+) -> None:
+    log = run.logs / "toy.log"
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"  # never answers
+    with subprocess.Popen(launcher(run, code), start_new_session=True, stderr=subprocess.DEVNULL) as job:
+        wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+        os.killpg(job.pid, number)
+        job.wait(timeout=60)
+    assert not psutil.pid_exists(int(log.read_text()))
+    assert not run.health.exists()
+
+
 def test_services_die_with_a_killed_job(run: RunDirectory) -> None:
-    script = LAUNCHER.format(tests=str(Path(__file__).resolve().parents[2]), path=str(run.path))
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(launcher(run), stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         url = job.stdout.readline().strip()
         pid = answer(url)
