@@ -58,7 +58,6 @@ class DeepSearchTool(SearchTool):
         await self._browse.start()
 
     async def stop(self) -> None:
-        """Release both."""
         await super().stop()
         await self._browse.stop()
 

@@ -63,7 +63,6 @@ class PressureRun:
     """Share of the pool that admission used in the end."""
 
     def add(self, report: RolloutReport, seconds: float) -> None:
-        """Add a step."""
         if report.failed:
             raise RuntimeError(f"a tree failed: {report.failed[0].reason}")
         counts = report.stats.counts

@@ -158,7 +158,6 @@ class BareExchange:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """End the receivers."""
         _meet(self._group, more=False)
         for process in self._processes:
             process.join()

@@ -46,7 +46,6 @@ class Restarts:
         return cls(job_id, found["count"], tuple(found["progress"]), tuple(found["excluded"]))
 
     def write(self, run: RunDirectory) -> None:
-        """Write the record."""
         write_json(_file(run), asdict(self))
 
 

@@ -229,12 +229,6 @@ def local_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def is_local(url: str) -> bool:
-    """Return whether the engine runs on this machine: packets to its host leave from that address."""
-    host = urlsplit(url).hostname or ""
-    return local_address(url) == socket.gethostbyname(host)
-
-
 def first_line(error: object) -> str:
     """Return the first line of an error's message or an answer's text, at most 300 characters of it."""
     lines = str(error).strip().splitlines()

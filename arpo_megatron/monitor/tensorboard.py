@@ -32,7 +32,6 @@ class TensorBoardWriter:
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         with suppress(OSError):
             if self._writer is not None:
                 self._writer.close()

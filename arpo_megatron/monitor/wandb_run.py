@@ -92,7 +92,6 @@ class WandbRun:
         self._run.summary.update({f"eval/{benchmark}/{name}": value for name, value in figures.items()})
 
     def close(self) -> None:
-        """End the run."""
         self._run.finish()
 
 

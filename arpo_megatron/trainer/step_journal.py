@@ -134,7 +134,6 @@ class _Content:
     digest: "hashlib.blake2b" = field(default_factory=hashlib.blake2b)
 
     def write(self, file: BinaryIO, head: bytes, trees: Sequence[UnfinishedTree]) -> None:
-        """Append a state."""
         self._write_part(file, head)
         for tree in trees:
             # A tree that does not grow yet has no number, and no later state refers to it.

@@ -78,12 +78,6 @@ def read_rows(
                 yield from _json_lines(file, f"{key}{path}")
 
 
-def read_parquet_rows(path: Path, key: str = "", *, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
-    """Yield the rows of a parquet file with any suffix. Raises as `read_rows` does."""
-    with _opened(path, key, None) as file:
-        yield from _parquet(file, f"{key}{path}", columns)
-
-
 def parquet_columns(path: Path, key: str = "") -> list[str]:
     """Return the column names of a parquet file. Raises as `read_rows` does."""
     import pyarrow

@@ -38,8 +38,3 @@ class Block:
 
 Bucket = Sequence[tuple[str, Tensor]] | Block
 HfBuckets = Callable[[], Iterator[Bucket]]
-
-
-def named_tensors(bucket: Bucket) -> Sequence[tuple[str, Tensor]]:
-    """Return names and values; for a block, the values of its rows."""
-    return [(bucket.name, bucket.tensor)] if isinstance(bucket, Block) else bucket

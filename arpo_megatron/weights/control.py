@@ -20,12 +20,10 @@ class Control:
 
     @property
     def rank(self) -> int:
-        """This trainer rank."""
         return 0 if self.group is None else dist.get_rank()
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks."""
         return 1 if self.group is None else dist.get_world_size()
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:

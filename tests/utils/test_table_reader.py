@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.utils.table_reader import BadRowError, parquet_columns, read_parquet_rows, read_rows
+from arpo_megatron.utils.table_reader import BadRowError, parquet_columns, read_rows
 
 ROWS = [{"question": "Who\u2028wrote\x0c it?", "answer": "Ada"}, {"question": "哪座山?", "answer": "珠峰"}]
 
@@ -96,10 +96,10 @@ def test_refused_row_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_columns_are_ignored(tmp_path: Path) -> None:
-    path = write(tmp_path / "table.parquet", ROWS).rename(tmp_path / "table")
+    path = write(tmp_path / "table.parquet", ROWS)
 
     def found(*columns: str) -> list[Any]:
-        return [row.value() for row in read_parquet_rows(path, columns=columns)]
+        return [row.value() for row in read_rows(path, columns=columns)]
 
     assert parquet_columns(path) == ["question", "answer"]
     assert found("answer", "other") == [{"answer": row["answer"]} for row in ROWS]

@@ -54,7 +54,6 @@ class PageParser:
             raise ConfigError(f"browse: {error}") from error
 
     def close(self) -> None:
-        """End all processes."""
         self._pool.close()
 
     async def parse(self, page: Page, max_chars: int) -> tuple[str, int]:

@@ -27,7 +27,6 @@ class Connection(H11Protocol):
         self._deadline = self.loop.call_later(self.headers_s, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
         self._forget_deadline()
         super().connection_lost(exc)
 

@@ -55,7 +55,6 @@ class AepoReleasedPolicy(AepoScriptsPolicy):
     """Slope of the sigmoid; 0.5 in the released code."""
 
     def plan(self, probe: Probe) -> int:
-        """Return N."""
         scale, total = math.log(self.vocabulary_size), self.config.group_size
         segments = [released_entropy(each) / scale for each in (probe.start_entropies, *probe.tool_entropies)]
         difference = segments[0] - sum(segments) / len(segments)

@@ -104,7 +104,6 @@ class ReservedForks:
         return path.reserved > 0
 
     def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
-        """Decide at once."""
         decision = self.policy.decide(replace(point, budget=path.reserved, streak=path.streak))
         path.streak = path.streak + 1 if decision.siblings else 0
         path.reserved, *shares = split_budget(path.reserved - decision.siblings, 1 + decision.siblings)

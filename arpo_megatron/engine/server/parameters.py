@@ -124,7 +124,6 @@ class EngineParameters:
             raise ValueError(f"the plan brings {next(iter(arriving))[0]}, which this rank does not hold")
 
     def begin(self) -> None:
-        """Begin a push."""
         self._whole = {}
         self._missing = {name: size(self.types[name].whole) for names in self._computed for name in names}
 

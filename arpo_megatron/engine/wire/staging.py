@@ -34,7 +34,6 @@ class Staging:
         return buffer[self._used - size : self._used]
 
     def free(self) -> None:
-        """Free both buffers."""
         self._buffers = [None, None]
 
 

@@ -36,7 +36,6 @@ class EnvironmentProtocol:
         return message_frame(self.model)
 
     def prompt(self, messages: Sequence[Message], tokenizer: ChatTokenizer | None) -> str:
-        """Return the conversation."""
         return chat_text(messages, tokenizer)
 
     def describe(self) -> str:

@@ -87,7 +87,6 @@ class SqlDatabase:
         return Step(f"Error: {reason}", rewards={"error": self.error_penalty})
 
     def snapshot(self) -> bytes:
-        """Return the database file."""
         assert self._database is not None
         self._database.set_authorizer(None)  # SQLite reads the file with a PRAGMA
         state = self._database.serialize()
@@ -95,14 +94,12 @@ class SqlDatabase:
         return state
 
     def restore(self, state: bytes) -> None:
-        """Load a database file."""
         assert self._database is not None
         self._database.set_authorizer(None)
         self._database.deserialize(state)
         _restrict(self._database)
 
     def close(self) -> None:
-        """Close the database."""
         if self._database is not None:
             self._database.close()
             self._database = None

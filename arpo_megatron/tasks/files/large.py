@@ -28,7 +28,6 @@ class TaskStore:
         return len(self._tasks) + (0 if self._file is None else self._file.written)
 
     def add(self, task: Task) -> None:
-        """Store a task."""
         self._tasks.append(task)
         self._bytes += 2 * len(task.prompt_text) + len(task.ground_truth)  # the messages repeat the prompt
         if self._file is None and self._bytes > self._limit:
@@ -70,7 +69,6 @@ class _TaskFile:
             self.written += len(rows)
 
     def finish(self) -> "TasksOnDisk":
-        """Return the written tasks."""
         import pyarrow
 
         self._writer.close()

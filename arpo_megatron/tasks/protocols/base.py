@@ -22,12 +22,12 @@ _LONGEST_TOKENS = 16
 class TextCodec(Protocol):
     """Converts text to token ids without adding special tokens, and back with special tokens kept."""
 
-    def encode(self, text: str) -> list[int]: ...  # noqa: D102
+    def encode(self, text: str) -> list[int]: ...
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode text; the spelling of a special token in it becomes ordinary tokens."""
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

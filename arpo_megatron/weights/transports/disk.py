@@ -44,7 +44,6 @@ class Disk:
                 pass
 
     def close(self) -> None:
-        """Remove the directory."""
         if self._control.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -97,7 +97,6 @@ class Ipc:
         return 1
 
     def close(self) -> None:
-        """Close the connections."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}

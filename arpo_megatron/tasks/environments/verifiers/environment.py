@@ -61,7 +61,6 @@ class VerifiersEnvironment:
         return Step(text_of(result["messages"]))
 
     def close(self) -> None:
-        """End the episode."""
         if self._process is not None:
             with suppress(VerifiersError):  # the process has ended, and its episodes with it
                 self._process.send("close", episode=self._episode)

@@ -43,12 +43,10 @@ class VerifiersProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
         return self._process.poll() is None
 
     def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
