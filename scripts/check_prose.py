@@ -38,6 +38,10 @@ PHRASES: dict[str, str] = {
     r"\blets? go of\b": "say 'release' or 'free'",
     r"\bone of one's own\b": "say 'your own'",
     r"\bas ever\b": "say 'as before'",
+    r"\b(hence|thus|thereby|thereof|whereby|wherein|albeit|upon)\b": "use a plain word: so, by which, of it, on",
+    r"\bof course\b|\bobviously\b|\bsimply\b": "leave it out",
+    r"\bin vain\b": "say 'without effect' or 'needlessly'",
+    r"\bleaders?\b": "say 'controller', or name the process",
 }
 OPENERS = ("Of ", "As ", "Likewise", "Whoever", "What ")
 """First words that leave the first line of a docstring without a verb or a noun."""

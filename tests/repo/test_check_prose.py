@@ -18,8 +18,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_prose.py"
         ("a.py", "X = 1  # a step under\n# way\n", 1),
         ("Dockerfile", "FROM scratch\n# Mended in the next layer.\n", 2),
         ("run", "#!/bin/sh\n# starts anew\n", 2),
+        ("a.md", "# Page\n\nThe leader of course waits.\n", 3),
     ],
-    ids=["after quotes", "attribute docstring", "joined literals", "comment over two lines", "no suffix", "shell"],
+    ids=[
+        "after quotes",
+        "attribute docstring",
+        "joined literals",
+        "comment over two lines",
+        "no suffix",
+        "shell",
+        "page",
+    ],
 )
 def test_check_prose_reports_phrase(tmp_path: Path, name: str, text: str, line: int) -> None:
     (tmp_path / name).write_text(text)

@@ -105,7 +105,7 @@ def test_modules_join_into_one_script() -> None:
             imported = [name for name in re.split(r"[,\s]+", names) if name]
             assert all(defined.get(name) == source for name in imported), f"{module} imports {names}"
             unused = [name for name in imported if len(re.findall(rf"\b{name}\b", found[0])) < 2]
-            assert not unused, f"{module} imports {unused} in vain"
+            assert not unused, f"{module} imports {unused} and does not use it"
 
 
 def test_files_of_the_page_can_be_read_in_one_sitting() -> None:
