@@ -58,6 +58,7 @@ class RecipeLayout:
             "parallel.expert": self.expert,
             "parallel.recompute": self.recompute,
             "train.token_budget": self.token_budget,
+            "train.group_tokens": self.token_budget if self.pipeline > 1 or self.expert > 1 else None,
             "engine.tensor": self.engine,
             "engine.replicas": self.engines or self._ranks // self.engine,
             "engine.memory_fraction": self.memory_fraction,

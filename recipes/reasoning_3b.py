@@ -11,7 +11,7 @@ from arpo_megatron.recipes._bases import reasoning as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1gpu": RecipeLayout(token_budget=32768, memory_fraction=0.6, offload=True),
+    "1gpu": RecipeLayout(token_budget=8192, memory_fraction=0.6, offload=True),
     "2gpus": RecipeLayout(data=2, token_budget=8192, memory_fraction=0.4),
     "4gpus": RecipeLayout(data=4, token_budget=8192, engine=2, memory_fraction=0.5),
     "1node": RecipeLayout(data=8, token_budget=8192, engine=2, memory_fraction=0.5),

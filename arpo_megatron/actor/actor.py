@@ -25,7 +25,15 @@ from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pas
 from arpo_megatron.actor.optimizer import all_ranks, build_optimizer, build_scheduler, clip_and_step, gradient_buffers
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.reference import ReferencePolicy
-from arpo_megatron.actor.schedule import Finish, pack_indices, run_nested, run_pipeline, sum_gradients
+from arpo_megatron.actor.schedule import (
+    Finish,
+    forward_order,
+    own_groups,
+    pass_order,
+    run_nested,
+    run_pipeline,
+    sum_gradients,
+)
 from arpo_megatron.actor.te_layers import Fp8, begin_weights, fuse_weight_gradients
 from arpo_megatron.actor.training_state import TrainingSnapshot, load_training_state, snapshot
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
@@ -36,7 +44,7 @@ from arpo_megatron.config import JobConfig, OptimizerConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.layout import drop_routes, new_pack
-from arpo_megatron.packing.packs import TreePack, last_uses
+from arpo_megatron.packing.packs import TreePack
 from arpo_megatron.tree import Float32Array
 from arpo_megatron.weights.load import load_hf
 
@@ -103,7 +111,7 @@ class Actor:
             load_hf(self.chunks, spec, model_path)
         self._reference = ReferencePolicy(self.chunks) if keep_reference else None
         dtype = DTYPES[config.model.dtype]
-        ddp = gradient_buffers(dtype, distributed=config.parallel.distributed_optimizer)
+        ddp = gradient_buffers(dtype, config.parallel, experts=spec.experts is not None)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.fp32_head = config.model.fp32_head
@@ -155,7 +163,7 @@ class Actor:
             return PolicyOutputs([], [])
         ends = np.cumsum([len(pack.predictors) for pack in packs])
         whole = torch.zeros(2, int(ends[-1]), device=device())
-        mine = pack_indices(packs, self.config.parallel)
+        mine = forward_order(packs, self.config.parallel)
         outputs = self._run(
             packs,
             None,
@@ -164,7 +172,7 @@ class Actor:
             forward_only=True,
             keep_load=training,
         )
-        for index, (targets, values) in zip(mine, outputs, strict=False):  # padding micro-batches come last
+        for index, (targets, values) in zip(mine, outputs, strict=False):  # only the last stage has any
             if index < len(packs):
                 whole[:, targets + int(ends[index]) - len(packs[index].predictors)] = values
         logprobs, entropies = reduce_over_targets(whole).cpu().numpy()
@@ -275,7 +283,7 @@ class Actor:
         values = [] if rows is None else rows.tolist()
         return {
             index: value
-            for index, value in zip(pack_indices(packs, self.config.parallel), values, strict=False)
+            for index, value in zip(forward_order(packs, self.config.parallel), values, strict=False)
             if index < len(packs)
         }
 
@@ -305,22 +313,22 @@ class Actor:
         keep_load: bool = True,
     ) -> list[Any]:
         """Run this rank's passes and return the values that `finish` keeps, on the last pipeline stage."""
-        mine = pack_indices(packs, self.config.parallel)
-        extra = sum(index >= len(packs) for index in mine)
+        groups = own_groups(packs, self.config.parallel)
+        extra = sum(index >= len(packs) for group in groups for index in group)
         padded = [*packs, *[new_pack()] * extra]  # without tokens and loss
         nothing = [np.zeros(0, np.float32)] * extra
         old = None if old_logprobs is None else [*old_logprobs, *nothing]
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
         with MicroBatches(padded, old, self._shard, reference) as batches:
-            outputs = self._passes(padded, mine, batches, finish, temperature=temperature, forward_only=forward_only)
+            outputs = self._passes(padded, groups, batches, finish, temperature=temperature, forward_only=forward_only)
         self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
         return outputs
 
     def _passes(
         self,
         padded: Sequence[TreePack],
-        mine: Sequence[int],
+        groups: Sequence[Sequence[int]],
         batches: MicroBatches,
         finish: Finish,
         *,
@@ -331,13 +339,12 @@ class Actor:
             begin_weights(chunk)
         if self.config.parallel.pipeline > 1:
             return run_pipeline(
-                self._wrapped, batches.make, mine, finish, temperature=temperature, forward_only=forward_only
+                self._wrapped, batches, groups, finish, temperature=temperature, forward_only=forward_only
             )
-        uses = last_uses(padded)
         return run_nested(
             self._wrapped[0],
             batches,
-            [(index, uses[index]) for index in mine],
+            pass_order(padded, groups, self.config.parallel),
             finish,
             temperature=temperature,
             forward_only=forward_only,

@@ -44,8 +44,9 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPla
         for block_queries, pieces, mask in zip(queries, plan.keys, plan.masks, strict=False)
     ]
     if padding:
-        # Zeros that depend on keys and values: a rank with nothing but padding takes part in summing their gradients.
-        outputs.append(torch.zeros_like(queries[-1]) + 0.0 * (key[:1].sum() + value[:1].sum()))
+        # Zeros that depend on all three: a rank with nothing but padding takes part in summing their gradients, and
+        # every parameter gets one.
+        outputs.append(0.0 * (queries[-1] + key[:1].sum() + value[:1].sum()))
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 

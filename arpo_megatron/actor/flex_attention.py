@@ -27,10 +27,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from arpo_megatron.actor.parallel import move
 from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_lengths
 
 COMPILED_LENGTHS = 256
 """Largest number of compiled kernels: one per pair of padded lengths, with and without gradient."""
+
+_BLOCKS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
+"""Tensors of a block mask."""
 
 _Positions = NDArray[np.integer[Any]]
 
@@ -107,14 +114,16 @@ def flex_plan(key_end: _Positions, query_positions: _Positions, device: torch.de
     position[:q] = torch.from_numpy(query_positions.astype(np.int32))
     end = torch.zeros(lengths[1], dtype=torch.int32)
     end[:n] = torch.from_numpy(key_end.astype(np.int32))
-    # Made on the CPU, so that no kernel is launched for it; then moved.
+    # Made on the CPU, so that no kernel is launched for it; then moved, without a wait.
     mask = BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),
         BLOCK_SIZE=ATTENTION_BLOCK,
-        mask_mod=_mask_mod(position.to(device), end.to(device)),
+        mask_mod=_mask_mod(move(position, device), move(end, device)),
         seq_lengths=lengths,
-    ).to(device)
+    )
+    for name in _BLOCKS:
+        setattr(mask, name, move(getattr(mask, name), device))
     return FlexPlan(q, n, mask, int(full.sum()), int(partial.sum()))
 
 
@@ -153,8 +162,8 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPla
         [q, heads, head_dim] in the dtype of `query`; zeros for padding.
     """
     if plan.mask is None:
-        # Zeros that depend on keys and values: a rank with nothing but padding takes part in summing their gradients.
-        return torch.zeros_like(query) + 0.0 * (key[:1].sum() + value[:1].sum())
+        # Zeros that depend on all three, as in attention.py.
+        return 0.0 * (query + key[:1].sum() + value[:1].sum())
     query_length, key_length = plan.mask.shape[-2:]
     output: Tensor = _kernel(query.is_cuda)(
         _padded(query[: plan.queries], query_length),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from arpo_megatron.actor.attention import TreeAttention
-from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear
+from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear, uses_transformer_engine
 from arpo_megatron.actor.moe_router import TreeTopKRouter
-from arpo_megatron.actor.te_layers import te_layer, te_norm, uses_transformer_engine
+from arpo_megatron.actor.te_layers import te_layer, te_norm
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec
 

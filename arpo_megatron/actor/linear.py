@@ -1,4 +1,4 @@
-"""Matrix products of training on a CPU, through oneDNN in both passes."""
+"""Matrix products of training on a CPU, through oneDNN in both passes, and sums of weight gradients."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from arpo_megatron.hardware.onednn import product
+from arpo_megatron.hardware.transformer_engine import extension_installed, is_emulated
 
 
 def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
@@ -16,6 +17,45 @@ def weight_gradient(gradient: Tensor, inputs: Tensor) -> Tensor:
     if gradient.shape[1] > inputs.shape[1]:
         return product(inputs.t(), gradient.t()).t()
     return product(gradient.t(), inputs.t())
+
+
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Return whether a model of this dtype uses TE's layers on this machine."""
+    return dtype == torch.bfloat16 and (is_emulated() or (torch.cuda.is_available() and extension_installed()))
+
+
+class WeightGradient:
+    """The sum of `weight_gradient` over several calls, in a wider type.
+
+    Args:
+        weight: [n, k].
+        dtype: type of the sum.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self._engine = uses_transformer_engine(weight.dtype)
+        # On a CPU the longer side is last: both products of `weight_gradient` are then added in the order of memory.
+        self._transposed = not self._engine and weight.shape[0] > weight.shape[1]
+        self._sum = torch.zeros_like(weight.t() if self._transposed else weight, dtype=dtype).contiguous()
+
+    def add(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add gradient.T @ inputs for gradient [tokens, n] and inputs [tokens, k]."""
+        if self._engine:
+            from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+            # The product adds to its float32 output.
+            general_gemm(
+                inputs, gradient, out_dtype=self._sum.dtype, layout="NT", out=self._sum, accumulate=True, grad=True
+            )
+        elif self._transposed:
+            self._sum += product(inputs.t(), gradient.t())
+        else:
+            self._sum += product(gradient.t(), inputs.t())
+
+    @property
+    def total(self) -> Tensor:
+        """The sum, [n, k]."""
+        return self._sum.t() if self._transposed else self._sum
 
 
 def linear(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Log-probs and entropies of target tokens from hidden states, without holding all logits [targets, vocabulary].
 
 One autograd function does the head's matrix product, the softmax over the vocabulary shards and the choice of the
-target. It works in chunks of targets and recomputes each chunk's logits in the backward pass.
+target. It works in chunks of targets and recomputes each chunk's logits in the backward pass. On CUDA two Triton
+kernels compute the softmax and its gradient (head_kernel.py). Vocabulary-parallel ranks exchange their sums once for
+all chunks.
 """
 
 from typing import Any
@@ -10,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arpo_megatron.actor.linear import weight_gradient
+from arpo_megatron.actor.linear import WeightGradient
 from arpo_megatron.hardware.onednn import product
 
-CHUNK_ELEMENTS = 1 << 26
-"""Largest number of logits in one chunk on one rank (256 MiB in float32)."""
+CUDA_CHUNK_ELEMENTS = 1 << 28
+"""Largest number of logits in one chunk on one rank: 512 MiB in bfloat16. Each chunk reads and writes the whole
+gradient of the head's weight."""
+CHUNK_ELEMENTS = CUDA_CHUNK_ELEMENTS if torch.cuda.is_available() else 1 << 26
+"""The same on this machine; on a CPU 256 MiB in float32."""
 
 
 def target_logprobs(
@@ -58,51 +63,98 @@ class _TargetLogprobs(torch.autograd.Function):
         fp32_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
-        first = 0 if group is None else dist.get_rank(group) * len(weight)
-        dtype = sum_dtype(weight.dtype)
-        logprobs, entropies, normalisers = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)
+        local = targets - (0 if group is None else dist.get_rank(group) * len(weight))
+        found = torch.empty(4, len(hidden), dtype=sum_dtype(weight.dtype), device=hidden.device)
         for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, temperature, fp32_logits)
-            top = logits.amax(-1)
-            if ranks > 1:
-                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            logits -= top[:, None]
-            local, mine = _local(targets[rows], first, len(weight))
-            chosen = logits.gather(1, local[:, None])[:, 0] * mine
-            exponentials = logits.exp()
-            sums = torch.stack([exponentials.sum(-1), (exponentials * logits).sum(-1), chosen])
-            if ranks > 1:
-                dist.all_reduce(sums, group=group)
-            log_sum = sums[0].log()
-            logprobs[rows] = sums[2] - log_sum
-            entropies[rows] = log_sum - sums[1] / sums[0]
-            normalisers[rows] = top + log_sum
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
-        ctx.temperature, ctx.first, ctx.fp32_logits = temperature, first, fp32_logits
+            found[:, rows] = _statistics(_logits(hidden[rows], weight, fp32_logits), local[rows], temperature)
+        top, sums = found[0], found[1:]
+        if ranks > 1:  # once for all chunks
+            highest = top.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            moved = top - highest
+            sums[1] += moved * sums[0]
+            sums[:2] *= moved.exp()
+            dist.all_reduce(sums, group=group)
+            top = highest
+        log_sum = sums[0].log()
+        normalisers = top + log_sum
+        logprobs, entropies = sums[2] - normalisers, log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, local, normalisers, entropies)
+        ctx.temperature, ctx.fp32_logits = temperature, fp32_logits
         ctx.set_materialize_grads(False)  # unused entropies then cost no gradient
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, local, normalisers, entropies = ctx.saved_tensors
         by_logprob, by_entropy = gradients
-        scaled = (torch.zeros_like(normalisers) if by_logprob is None else by_logprob) / ctx.temperature
+        by_logprob = torch.zeros_like(normalisers) if by_logprob is None else by_logprob
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype)
+        grad_weight = WeightGradient(weight, normalisers.dtype)
         for rows in _chunks(len(hidden), len(weight)):
-            log_p = _logits(hidden[rows], weight, ctx.temperature, ctx.fp32_logits).sub_(normalisers[rows, None])
-            # dH/dlogit = -p (log p + H)
-            of_entropy = None if by_entropy is None else log_p.exp() * (log_p + entropies[rows, None])
-            grad = log_p.exp_().neg_()
-            local, mine = _local(targets[rows], ctx.first, len(weight))
-            grad.scatter_add_(1, local[:, None], mine[:, None].to(grad.dtype))
-            grad = grad.mul_(scaled[rows, None])
-            if of_entropy is not None and by_entropy is not None:
-                grad -= of_entropy.mul_(by_entropy[rows, None] / ctx.temperature)
-            grad = grad.to(weight.dtype)
+            grad = _gradient(
+                _logits(hidden[rows], weight, ctx.fp32_logits),
+                local[rows],
+                normalisers[rows],
+                entropies[rows],
+                by_logprob[rows],
+                None if by_entropy is None else by_entropy[rows],
+                ctx.temperature,
+            ).to(weight.dtype)
             grad_hidden[rows] = product(grad, weight.t())
-            grad_weight += weight_gradient(grad, hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            grad_weight.add(grad, hidden[rows])
+        return grad_hidden, grad_weight.total.to(weight.dtype), None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, fp32: bool) -> Tensor:
+    if not fp32 or weight.dtype != torch.bfloat16:
+        return product(hidden, weight)
+    if weight.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return product(hidden.float(), weight.float())
+
+
+def _statistics(logits: Tensor, local: Tensor, temperature: float) -> Tensor:
+    """Return the rows' maxima, sums and target values as `head_kernel.softmax_statistics` does."""
+    if logits.is_cuda:
+        from arpo_megatron.actor.head_kernel import softmax_statistics
+
+        return softmax_statistics(logits, local, temperature)
+    x = _scaled(logits, temperature)
+    mine = (local >= 0) & (local < x.shape[1])
+    chosen = x.gather(1, (local * mine)[:, None])[:, 0] * mine
+    top = x.amax(-1)
+    x -= top[:, None]
+    exponentials = x.exp()
+    return torch.stack([top, exponentials.sum(-1), (exponentials * x).sum(-1), chosen])
+
+
+def _gradient(
+    logits: Tensor,
+    local: Tensor,
+    normalisers: Tensor,
+    entropies: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Return the gradient of a chunk's logits, in their dtype; they are overwritten."""
+    if logits.is_cuda:
+        from arpo_megatron.actor.head_kernel import write_gradient
+
+        none = torch.zeros_like(by_logprob) if by_entropy is None else by_entropy.contiguous()
+        write_gradient(logits, local, normalisers, entropies, by_logprob.contiguous(), none, temperature)
+        return logits
+    log_p = _scaled(logits, temperature).sub_(normalisers[:, None])
+    # dH/dlogit = -p (log p + H)
+    of_entropy = None if by_entropy is None else log_p.exp() * (log_p + entropies[:, None])
+    grad = log_p.exp_().neg_()
+    mine = (local >= 0) & (local < grad.shape[1])
+    grad.scatter_add_(1, (local * mine)[:, None], mine[:, None].to(grad.dtype))
+    grad = grad.mul_(by_logprob[:, None] / temperature)
+    if of_entropy is not None and by_entropy is not None:
+        grad -= of_entropy.mul_(by_entropy[:, None] / temperature)
+    return grad.to(logits.dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -110,21 +162,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, fp32: bool) -> Tensor:
-    if not fp32 or weight.dtype != torch.bfloat16:
-        logits = product(hidden, weight).to(sum_dtype(weight.dtype))
-    elif weight.is_cuda:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = product(hidden.float(), weight.float())
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _local(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return each target's row on this rank (0 for targets of other ranks), and whether this rank has it."""
-    local = targets - first
-    mine = (local >= 0) & (local < rows)
-    return local * mine, mine
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits.to(sum_dtype(logits.dtype))
+    return wide if temperature == 1.0 else wide.div_(temperature)
 
 
 def _chunks(rows: int, width: int) -> list[slice]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from arpo_megatron.actor.attention_plan import plan_attention, share_blocks
 from arpo_megatron.actor.context import Inheritance, KeptKeyValues, PackContext, register, release
 from arpo_megatron.actor.flex_attention import flex_plan
-from arpo_megatron.actor.parallel import device
+from arpo_megatron.actor.parallel import device, move
 from arpo_megatron.packing.balance import TYPICAL_COST, CostModel
 from arpo_megatron.packing.layout import Span, TreePack
 from arpo_megatron.tree import Float32Array
@@ -214,4 +214,5 @@ def _routes(pack: TreePack, members: _Ints) -> Tensor | None:
 
 
 def _to_device(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device(), dtype)
+    values = torch.from_numpy(np.ascontiguousarray(array))
+    return move(values if dtype is None else values.to(dtype), device())  # converted first: such a copy is pinned

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from arpo_megatron.actor.layers import block_spec, expert_fields
+from arpo_megatron.actor.linear import uses_transformer_engine
 from arpo_megatron.actor.logprobs import target_logprobs
 from arpo_megatron.actor.te_layers import NO_FP8, Fp8, te_fields
 from arpo_megatron.config import ParallelConfig
@@ -199,11 +200,6 @@ def transformer_config(
     fp8: Fp8 = NO_FP8,
 ) -> TransformerConfig:
     """Return Megatron's configuration for `spec`. Its fusions are off unless te_layers.py turns them on."""
-    recompute: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
     return TransformerConfig(
         num_layers=spec.layers,
         hidden_size=spec.hidden,
@@ -231,13 +227,37 @@ def transformer_config(
         # Megatron's batched exchange between stages needs NCCL; the interleaved schedule overlaps it instead.
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        # Only a very old GPU needs a synchronisation of the device after each batched exchange.
+        batch_p2p_sync=False,
+        # A stage's output is needed until it is sent; its gradient needs only its place in the graph.
+        deallocate_pipeline_outputs=True,
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=initialize,
         # The loss arrives normalised over the whole batch: gradients are summed over micro-batches and
         # data-parallel ranks, and this switch turns off both of Megatron's averages.
         calculate_per_token_loss=True,
-        **recompute[parallel.recompute],
+        **recompute_fields(parallel, dtype, experts=spec.experts is not None),
         **expert_fields(spec, parallel, balance_coefficient),
         **te_fields(dtype, fp8, experts=spec.experts is not None),
+    )
+
+
+def recompute_fields(parallel: ParallelConfig, dtype: torch.dtype, *, experts: bool) -> dict[str, Any]:
+    """Return the fields of TransformerConfig for the activations that are computed again.
+
+    Megatron computes `layernorm` again only next to Transformer Engine (its checkpoint asks TE for the FP8 state), and
+    `moe_act` only in TE's grouped experts.
+    """
+    if parallel.recompute == "none":
+        return {}
+    if parallel.recompute == "selective":
+        engine = uses_transformer_engine(dtype)
+        absent = {"layernorm": not engine, "moe_act": not (engine and experts)}
+        modules = [name for name in parallel.recompute_modules if not absent.get(name)]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    layers = parallel.recompute_layers
+    method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "full"} | (
+        method if layers is None else {"recompute_method": "block", "recompute_num_layers": layers}
     )

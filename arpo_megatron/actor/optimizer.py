@@ -15,18 +15,25 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from arpo_megatron.actor.optimizer_state import inner_optimizers
 from arpo_megatron.actor.parallel import device
-from arpo_megatron.config import OptimizerConfig
+from arpo_megatron.config import OptimizerConfig, ParallelConfig
 
 
-def gradient_buffers(dtype: torch.dtype, *, distributed: bool) -> DistributedDataParallelConfig:
+def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig, *, experts: bool) -> DistributedDataParallelConfig:
     """Configure gradient buffers: accumulation in float32, reduction to all ranks or only to the owners.
+
+    Each part of the gradient is reduced as soon as the last backward pass of a batch has completed it. That needs one
+    last backward pass with all parameters: a group of packs in a pipeline has several, and an expert without tokens
+    takes part in none. The gather of new weights does not overlap: a push reads all of them at the end of an update.
 
     Args:
         dtype: dtype of the parameters.
-        distributed: each data-parallel rank owns a part of the gradient.
+        parallel: layout.
+        experts: the model is a mixture.
     """
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=dtype == torch.bfloat16, use_distributed_optimizer=distributed
+        grad_reduce_in_fp32=dtype == torch.bfloat16,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.data * parallel.context > 1 and parallel.pipeline == 1 and not experts,
     )
 
 
@@ -39,7 +46,7 @@ def build_optimizer(
 
     Args:
         config: learning rate, decay, clipping and offloading.
-        wrapped_chunks: made with `gradient_buffers` of the same `dtype` and `distributed`.
+        wrapped_chunks: made with `gradient_buffers` of the same `dtype` and layout.
         dtype: dtype of the parameters.
         distributed: divide moments and master weights among the data-parallel ranks.
     """

@@ -117,6 +117,12 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def move(values: torch.Tensor, target: torch.device | str) -> torch.Tensor:
+    """Copy a tensor of host memory to a device. The host does not wait for a copy to CUDA."""
+    cuda = torch.device(target).type == "cuda"
+    return (values.pin_memory() if cuda else values).to(target, non_blocking=cuda)
+
+
 def is_rank_zero() -> bool:
     """Return whether this is rank 0, which runs the controller."""
     return rank() == _RANK_ZERO

@@ -1,13 +1,15 @@
 """The order of forward and backward passes over packs.
 
-Without a pipeline the order is nested: a pack's backward pass waits for the packs that inherit keys and values from it,
-so only the activations of one path of packs are alive at a time. A pipeline uses Megatron's first-in-first-out order;
-its packs do not inherit.
+A pack's backward pass waits for the packs that inherit keys and values from it. Alone, a rank nests the passes, so only
+the activations of one path of packs are alive at a time. Ranks that exchange experts or stages of a pipeline must agree
+on an order. It is that of groups (packing/packs.py): all forward passes in order, then all backward passes in reverse.
+A pipeline runs Megatron's one-forward-one-backward schedules, in which a group is one micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count, islice, zip_longest
 from typing import Any
 
 import torch
@@ -16,21 +18,52 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from arpo_megatron.actor.group import pairs, run_group
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import last_uses, rank_groups
 
 Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
 """A function from a micro-batch and the model output to the loss (None in a forward-only pass) and a value to keep."""
 
+Passes = Sequence[tuple[str, int]]
+"""Passes of packs in order, as ("forward" or "backward", pack)."""
 
-def pack_indices(packs: Sequence[TreePack], parallel: ParallelConfig) -> list[int]:
-    """Return the indices of this rank's packs in order; larger indices are empty packs that keep the ranks in step."""
-    own = [i for i, pack in enumerate(packs) if pack.data_rank == parallel_state.get_data_parallel_rank()]
-    counts = [sum(pack.data_rank == rank for pack in packs) for rank in range(parallel.data)]
-    count = max(1, *counts) if parallel.expert > 1 else max(1, len(own))
-    count += -count % parallel.pipeline if parallel.virtual_pipeline > 1 else 0
-    return own + list(range(len(packs), len(packs) + count - len(own)))
+
+def own_groups(packs: Sequence[TreePack], parallel: ParallelConfig) -> list[list[int]]:
+    """Return this rank's groups of packs in order; larger indices are empty packs that keep the ranks in step."""
+    own = rank_groups(packs, parallel_state.get_data_parallel_rank())
+    every = [rank_groups(packs, rank) for rank in range(parallel.data)] if parallel.expert > 1 else [own]
+    nothing: list[int] = []
+    sizes = [max(map(len, groups)) for groups in zip_longest(*every, fillvalue=nothing)] or [1]
+    sizes += [1] * (-len(sizes) % parallel.pipeline if parallel.virtual_pipeline > 1 else 0)
+    empty = count(len(packs))
+    own += [nothing] * (len(sizes) - len(own))
+    return [[*group, *islice(empty, size - len(group))] for group, size in zip(own, sizes, strict=True)]
+
+
+def forward_order(packs: Sequence[TreePack], parallel: ParallelConfig) -> list[int]:
+    """Return the indices of this rank's packs in the order of their forward passes, empty packs included."""
+    return [index for group in own_groups(packs, parallel) for index in group]
+
+
+def pass_order(packs: Sequence[TreePack], groups: Sequence[Sequence[int]], parallel: ParallelConfig) -> Passes:
+    """Return this rank's passes without a pipeline.
+
+    Args:
+        packs: all packs, the empty ones of `groups` included.
+        groups: from `own_groups`.
+        parallel: layout.
+    """
+    if parallel.nested_packs:
+        uses = last_uses(packs)
+        return list(nested_order([(index, uses[index]) for group in groups for index in group]))
+    return [
+        step
+        for group in groups
+        for step in (*(("forward", index) for index in group), *(("backward", index) for index in reversed(group)))
+    ]
 
 
 def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
@@ -55,88 +88,93 @@ def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
 def run_nested(
     model: Any,
     batches: MicroBatches,
-    uses: Sequence[tuple[int, int]],
+    order: Passes,
     finish: Finish,
     *,
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all packs of a rank without a pipeline, in nested order.
+    """Run all packs of a rank without a pipeline.
 
     Args:
         model: the chunk, in Megatron's DistributedDataParallel.
         batches: micro-batches of the pass; each is released after its backward pass.
-        uses: as in `nested_order`.
+        order: from `pass_order`.
         finish: computes the loss.
         temperature: divides the logits.
         forward_only: make no backward passes.
 
     Returns:
-        The kept value of each pack, in order.
+        The kept value of each pack, in the order of forward passes.
     """
     kept: list[Any] = []
-    if forward_only:
-        for index, _ in uses:
-            batch = batches.make(index)
-            kept.append(finish(batch, model(*batch.inputs, temperature))[1])
-            for over in [earlier for earlier, last_use in uses if last_use == index]:
-                batches.done(over)
-        return kept
     losses: list[Tensor] = []  # a stack: losses of packs that wait for their backward pass
-    left = len(uses)
+    left = len(order) // 2
     with ExitStack() as unsynchronised:
         unsynchronised.enter_context(model.no_sync())
-        for step, index in nested_order(uses):
+        for step, index in order:
             if step == "forward":
                 batch = batches.make(index)
                 loss, keep = finish(batch, model(*batch.inputs, temperature))
-                assert loss is not None
-                losses.append(loss)
+                losses += [] if loss is None else [loss]
                 kept.append(keep)
+                continue
+            if forward_only:
+                batches.done(index)
                 continue
             left -= 1
             if not left:
                 unsynchronised.close()  # the last backward pass may overlap with the reduction of its gradients
             losses.pop().backward()
             batches.done(index)
-    finalize_model_grads([model], None)
+    if not forward_only:
+        finalize_model_grads([model], None)
     return kept
 
 
 def run_pipeline(
     chunks: Sequence[Any],
-    make: Callable[[int], MicroBatch],
-    indices: Sequence[int],
+    batches: MicroBatches,
+    groups: Sequence[Sequence[int]],
     finish: Finish,
     *,
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all packs with Megatron's pipeline schedules; like `run_nested`, but only the last stage gets the kept
+    """Run all groups with Megatron's pipeline schedules; like `run_nested`, but only the last stage gets the kept
     values."""
+    left = {index: len(chunks) for group in groups for index in group}
 
-    def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        return model(*batch.inputs, temperature), partial(finished, batch)
+    def over(index: int) -> None:  # on one chunk
+        left[index] -= 1
+        if not left[index]:
+            batches.done(index)
 
-    def finished(batch: MicroBatch, output: Any) -> tuple[Tensor, Tensor, Any]:
-        loss, keep = finish(batch, output)
-        if loss is None:  # with experts Megatron reads the loss's device, in forward-only passes too
-            loss = torch.zeros((), device=batch.targets.device)
+    def forward_step(iterator: Iterator[Sequence[int]], model: Any) -> tuple[Any, Any]:
+        group = next(iterator)
+        made = [batches.make(index) for index in group]
+        output = run_group(model, made, temperature, [partial(over, index) for index in group])
+        return output, partial(finished, made)
+
+    def finished(made: Sequence[MicroBatch], output: Any) -> tuple[Tensor, Tensor, Any]:
+        done = [finish(batch, each) for batch, each in zip(made, pairs(output), strict=True)]
+        loss = torch.zeros((), device=made[0].targets.device)  # with experts Megatron reads its device
+        for own, _ in done:
+            loss = loss if own is None else loss + own
         # The schedule's token count is not used: credits are normalised over the batch.
-        return loss, torch.ones((), dtype=torch.int32, device=batch.targets.device), keep
+        return loss, torch.ones((), dtype=torch.int32, device=loss.device), [keep for _, keep in done]
 
-    iterators = [map(make, indices) for _ in chunks]
+    iterators = [iter(groups) for _ in chunks]
     outputs: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(indices),
+        num_microbatches=len(groups),
         seq_length=1,  # ignored: the stages send each other the shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return outputs
+    return [keep for group in outputs for keep in group]
 
 
 def sum_gradients(model: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:

@@ -34,9 +34,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from arpo_megatron.actor.attention import TreeAttention
+from arpo_megatron.actor.linear import uses_transformer_engine
 from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.transformer_engine import extension_installed, is_emulated
+from arpo_megatron.hardware.transformer_engine import is_emulated
 
 if TYPE_CHECKING:
     from arpo_megatron.config import Fp8Recipe, ModelConfig
@@ -78,11 +79,6 @@ class Fp8:
 
 
 NO_FP8 = Fp8()
-
-
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Return whether a model of this dtype uses TE's layers on this machine."""
-    return dtype == torch.bfloat16 and (is_emulated() or (torch.cuda.is_available() and extension_installed()))
 
 
 def number_format(model: "ModelConfig") -> str:

@@ -3,6 +3,7 @@
 Both sides use the same packs, attention and model. The flattened side has neither padding nor masked pairs
 (variable-length causal attention). Work outside attention is proportional to tokens, so `captured`, which is (flat time
 / tree time) / (flat tokens / unique tokens), is 1 if all shared work is saved, and more if attention shrinks more.
+`captured_of_work` has FLOPs of tokens, pairs and head in the place of tokens: 1 if a FLOP takes the same time in both.
 
 `pair_slowness` is the time of an attention FLOP over that of a FLOP of a matrix product, a parameter of the packer's
 cost model. It is a least-squares fit to the medians of all passes, each weighted by its inverse.
@@ -24,7 +25,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.packing.balance import PAIR_SLOWNESS, CostModel
-from arpo_megatron.packing.flops import forward_flops
+from arpo_megatron.packing.flops import forward_flops, update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees, rank_costs, report_packs
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
@@ -109,6 +110,7 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
     tokens = {kind: sum(len(pack) for pack in packs[kind]) for kind in packs}
     pairs = {kind: sum(pack.attention_pairs for pack in packs[kind]) for kind in packs}
     made = report_packs(packs["tree"], trees)
+    work = {kind: update_flops(SHAPE, packs[kind]).model_update for kind in packs}
     return {
         "tree_s": tree_s,
         "flat_s": flat_s,
@@ -122,6 +124,8 @@ def _measure(actor: Actor, name: str, repeats: int, progress: bool) -> dict[str,
         "pair_ratio": pairs["tree"] / pairs["flat"],
         "time_ratio": tree_s / flat_s,
         "captured": (flat_s / tree_s) / (tokens["flat"] / tokens["tree"]),
+        "work_ratio": work["tree"] / work["flat"],
+        "captured_of_work": (flat_s / tree_s) / (work["flat"] / work["tree"]),
         "repeated_share": made.repeated / made.computed,
         "repeated_share_in_a_pipeline": _repeated_share(trees),
         "live_tokens": made.live_tokens,

@@ -15,7 +15,7 @@ from arpo_megatron.config.job import JobConfig
 from arpo_megatron.config.model import ModelConfig
 from arpo_megatron.config.monitor import MonitorConfig
 from arpo_megatron.config.optimizer import OptimizerConfig
-from arpo_megatron.config.parallel import ParallelConfig
+from arpo_megatron.config.parallel import ParallelConfig, Recompute
 from arpo_megatron.config.reward import JudgeConfig, RewardConfig
 from arpo_megatron.config.rollout import RolloutConfig
 from arpo_megatron.config.sandbox import SandboxConfig
@@ -36,6 +36,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "Platform",
+    "Recompute",
     "RewardConfig",
     "RolloutConfig",
     "SandboxConfig",

@@ -8,6 +8,9 @@ from pydantic.dataclasses import dataclass
 from arpo_megatron.config import validation
 from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 
+Recompute = Literal["none", "selective", "full"]
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe_act"]
+
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
@@ -29,9 +32,16 @@ class ParallelConfig:
     """Sequence parallelism within the tensor-parallel group; needs tensor > 1."""
     distributed_optimizer: bool = False
     """Divide the optimizer's state among the data-parallel ranks."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of core attention (`selective`), or those of every
-    layer (`full`)."""
+    recompute: Recompute = "none"
+    """Activations computed again in the backward pass: none, those of some modules (`selective`), or those of whole
+    layers (`full`)."""
+    recompute_modules: tuple[RecomputedModule, ...] = ("mlp", "moe_act")
+    """Modules that `selective` computes again, by Megatron's names: `mlp` (dense models), `core_attn`, and with
+    Transformer Engine `moe_act` (the experts' activation function) and `layernorm` (norms that are not part of a linear
+    layer). Modules that a model does not have are ignored. Attention costs much time and saves little: it stores no
+    scores."""
+    recompute_layers: Positive | None = None
+    """Layers of each model chunk that `full` computes again, the first ones; None: all."""
 
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds without progress of any rank after which the job ends as hung, with the stacks of all ranks in
@@ -55,10 +65,21 @@ class ParallelConfig:
 
     @property
     def nested_packs(self) -> bool:
-        """Whether packs of a cut tree inherit from each other. Pipelines and expert parallelism require another order
-        of passes.
+        """Whether passes of a cut tree's packs are nested, so that only one path of packs is in memory. Pipelines and
+        expert parallelism keep a whole group of packs (`train.group_tokens`).
         """
         return self.pipeline == 1 and self.expert == 1
+
+    def recomputed_share(self, layers: int) -> float:
+        """Return the share of a model's `layers` layers that are computed again as a whole."""
+        if self.recompute != "full":
+            return 0.0
+        chunk = max(1, layers // (self.pipeline * self.virtual_pipeline))
+        return 1.0 if self.recompute_layers is None else min(1.0, self.recompute_layers / chunk)
+
+    def recomputes(self, module: RecomputedModule) -> bool:
+        """Return whether `selective` computes a module again."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
     @model_validator(mode="after")
     def _check(self) -> Self:

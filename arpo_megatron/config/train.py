@@ -15,6 +15,10 @@ class TrainConfig:
     """Tasks whose trees are sampled in one step."""
     token_budget: Positive = 8192
     """Tokens per pack, the unit of a forward and backward pass."""
+    group_tokens: Positive | None = None
+    """Largest number of tokens of a cut tree whose packs inherit from each other in a pipeline or with expert
+    parallelism, raised to the longest path; a larger tree repeats ancestors. All activations of such a group are in
+    memory at once. None: whole trees."""
     save_every: Positive = 1
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2

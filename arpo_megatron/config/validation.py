@@ -28,6 +28,13 @@ def check_parallel(parallel: "ParallelConfig") -> None:
         raise ValueError("parallel.sequence=true needs parallel.tensor > 1")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ValueError(f"parallel.virtual_pipeline={parallel.virtual_pipeline} needs parallel.pipeline > 1")
+    if parallel.recompute == "selective" and not parallel.recompute_modules:
+        raise ValueError("parallel.recompute=selective needs parallel.recompute_modules=[mlp] or others")
+    if parallel.recompute_layers is not None and parallel.recompute != "full":
+        raise ValueError(
+            f"parallel.recompute_layers={parallel.recompute_layers} needs parallel.recompute=full, not "
+            f"{parallel.recompute}"
+        )
     if parallel.tensor * parallel.context * parallel.data % parallel.expert:
         raise ValueError(
             f"parallel.expert={parallel.expert} does not divide parallel.tensor * parallel.context * parallel.data = "
@@ -70,10 +77,10 @@ def check_job(config: "JobConfig") -> None:
     _check_tools(config)
     _check_limits(config)
     _check_staleness(config)
-    if not config.parallel.nested_packs and config.train.token_budget < config.model.max_length:
+    group = config.train.group_tokens
+    if group is not None and group < config.train.token_budget:
         raise ValueError(
-            f"train.token_budget={config.train.token_budget} must hold a whole trajectory, model.max_length="
-            f"{config.model.max_length}: with pipeline or expert parallelism a pack cannot inherit from another one"
+            f"train.group_tokens={group} must hold at least one pack, train.token_budget={config.train.token_budget}"
         )
     _check_optimizer(config)
     _check_sft(config)

@@ -7,12 +7,13 @@ pass. Tokens are those of the tree, not of the flattened trajectories: sharing s
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
+
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.layout import TreePack
 
-Recompute = Literal["none", "selective", "full"]
 BACKWARD = 2.0
 """FLOPs of a backward pass over those of its forward pass."""
 
@@ -28,19 +29,27 @@ class UpdateFlops:
     """FLOPs of tokens that a cut computed again, a part of `layers`."""
     attention: float
     """FLOPs of query-key pairs, a part of `layers`."""
+    mlp: float
+    """FLOPs of a dense model's MLPs, a part of `layers`."""
 
     @property
     def model_update(self) -> float:
         """FLOPs of forward and backward pass, without tokens that are computed twice."""
         return (1 + BACKWARD) * (self.layers - self.repeated + self.head)
 
-    def hardware_update(self, recompute: Recompute) -> float:
+    def hardware_update(self, parallel: ParallelConfig, layers: int) -> float:
         """Return the FLOPs actually computed: with repeated tokens, the second pass over the head's logits, and
         recomputation.
 
-        Masked pairs inside a block of queries, and padding, are not counted.
+        Masked pairs inside a block of queries, padding, norms and activation functions are not counted.
+
+        Args:
+            parallel: what is computed again.
+            layers: number of layers of the model.
         """
-        again = {"none": 0.0, "selective": self.attention, "full": self.layers}[recompute]
+        again = parallel.recomputed_share(layers) * self.layers
+        again += self.attention if parallel.recomputes("core_attn") else 0.0
+        again += self.mlp if parallel.recomputes("mlp") else 0.0
         return (1 + BACKWARD) * self.layers + again + (2 + BACKWARD) * self.head
 
 
@@ -62,13 +71,20 @@ def forward_flops(spec: ModelSpec, tokens: int, pairs: int, targets: int) -> tup
     return layers, 2.0 * spec.hidden * spec.vocabulary * targets
 
 
+def mlp_flops(spec: ModelSpec, tokens: float) -> float:
+    """Return the FLOPs of one forward pass of a dense model's MLPs; 0 for a mixture of experts."""
+    return spec.layers * 6.0 * spec.hidden * spec.ffn * tokens if spec.experts is None else 0.0
+
+
 def update_flops(spec: ModelSpec, packs: Iterable[TreePack]) -> UpdateFlops:
     """Return the FLOPs of one forward pass over packs."""
-    layers = head = repeated = attention = 0.0
+    layers = head = repeated = attention = mlp = 0.0
     for pack in packs:
         own, predicted = forward_flops(spec, len(pack), pack.attention_pairs, len(pack.predictors))
-        # Repeated tokens come first in a pack: a chain of ancestors, each seeing those before it.
-        again, _ = forward_flops(spec, pack.repeated, pack.repeated * (pack.repeated + 1) // 2, 0)
+        # Repeated tokens come first in a pack: a chain of ancestors, each seeing those before it and itself.
+        first = pack.position_ids[pack.inherited : pack.inherited + pack.repeated]
+        again, _ = forward_flops(spec, pack.repeated, int(first.sum(dtype=np.int64)) + pack.repeated, 0)
         layers, head, repeated = layers + own, head + predicted, repeated + again
         attention += forward_flops(spec, 0, pack.attention_pairs, 0)[0]
-    return UpdateFlops(layers, head, repeated, attention)
+        mlp += mlp_flops(spec, len(pack))
+    return UpdateFlops(layers, head, repeated, attention, mlp)

@@ -38,7 +38,7 @@ class TreePack:
     """int16[n, layers, k], experts that the engine chose, -1 if the model's router chooses; [n, 0, 0] if it chooses
     for all tokens."""
     inherited_pack: Int32Array
-    """int32[a], for each of the first `a` tokens the index of the pack that computes it."""
+    """int32[a], for each of the first `a` tokens the index of the pack that computes it (`cut_pack`: of its packs)."""
     inherited_index: Int32Array
     """int32[a], position of the token in that pack."""
     predictors: Int32Array
@@ -58,7 +58,7 @@ class TreePack:
     token_index: Int32Array
     """int32[m], index of each target among its tree's tokens (segments 0 to S-1 concatenated)."""
     repeated: int = 0
-    """Number of leading tokens that another pack computes too: ancestors that could not be inherited."""
+    """Number of leading computed tokens that another pack computes too: ancestors that could not be inherited."""
     data_rank: int = 0
     """Data-parallel rank that computes the pack."""
 
@@ -247,16 +247,15 @@ def join_packs(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
     return new_pack(**arrays)
 
 
-def cut_pack(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inherit: bool) -> list[TreePack]:
+def cut_pack(layout: TreePack, spans: Sequence[Span], *, inherit: bool) -> list[TreePack]:
     """Make one pack per span of a tree, each with the ancestors of its first token before it.
 
     The tokens of a span attend to nothing else outside it (see attention_plan.py). A prediction belongs to the pack
     that computes the predicting token first, even if the target is in a later span.
 
     Args:
-        layout: pack of a whole tree.
+        layout: pack of a whole tree, or of a part of it that begins with the ancestors of the rest.
         spans: consecutive spans from 0 to the end of the tree.
-        first_pack: index of the first of these packs among all packs of the batch.
         inherit: take the ancestors' keys and values from the packs that computed them; False computes them again.
     """
     starts = np.array([start for start, _ in spans])
@@ -277,9 +276,9 @@ def cut_pack(layout: TreePack, spans: Sequence[Span], *, first_pack: int, inheri
                 subtree_end=end,
                 multiplicity=np.where(members < start, 0, layout.multiplicity[members]),
                 routes=layout.routes[members],
-                inherited_pack=home + first_pack if inherit else (),
+                inherited_pack=home if inherit else (),
                 inherited_index=index if inherit else (),
-                repeated=0 if inherit else len(above),
+                repeated=max(0, min(stop, layout.repeated) - start) if inherit else len(above),
                 **{name: getattr(layout, name)[targets] for name in _TARGET_FIELDS if name != "predictors"},
                 predictors=layout.predictors[targets] - start + len(above),
             )

@@ -3,8 +3,9 @@
 Trees that fit the budget are packed whole, several per pack; the system prompt they share is computed once per pack. A
 larger tree is cut into stretches of its depth-first order. A stretch attends outside itself only to the ancestors of
 its first token. It inherits their keys and values from the packs that computed them, so nothing is computed twice;
-`schedule.py` keeps the order that this needs. If that order is impossible (in a pipeline, and with experts on several
-ranks), the ancestors are computed again, without loss.
+`schedule.py` keeps the order that this needs. The packs that inherit from each other are a group. In a pipeline, and
+with experts on several ranks, all activations of a group are alive at once. A limit of its tokens divides a larger tree
+into several groups, each of which computes the ancestors of its first token again, without loss.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, balanced_grou
 from arpo_megatron.packing.layout import TreePack, cut_pack, join_packs, lay_out, shared_prefix
 from arpo_megatron.tree import Float32Array, Int32Array, RolloutTree
 
-__all__ = ["PackReport", "TreePack", "pack_batch", "pack_trees", "rank_costs", "report_packs"]
+__all__ = ["PackReport", "TreePack", "pack_batch", "pack_trees", "rank_costs", "rank_groups", "report_packs"]
 
 SHARED_PREFIX_TOKENS = 16
 """Prompts that agree in this many first tokens are taken for prompts with the same system prompt."""
@@ -34,36 +35,38 @@ def pack_trees(
     token_budget: int,
     ranks: int = 1,
     inherit: bool = True,
+    group_tokens: int | None = None,
     in_step: bool = False,
     share_prompt: bool = True,
     cost: CostModel = TYPICAL_COST,
 ) -> list[TreePack]:
     """Pack one batch; the packs of a data-parallel rank come in the order in which it computes them.
 
+    The packs of a group follow each other. The first one of a group inherits nothing.
+
     Args:
         trees: trees of one batch.
         credits: one per tree.
         token_budget: largest number of tokens in a pack.
         ranks: number of data-parallel ranks.
-        inherit: packs of a cut tree inherit ancestors; False repeats them (pipelines, expert parallelism).
-        in_step: all ranks take part in every pass (experts on several ranks), so each rank's packs come by falling
-            cost. Not possible with `inherit`, which fixes the order.
+        inherit: packs of a cut tree inherit ancestors; False repeats them.
+        group_tokens: largest number of tokens of a group, raised to the longest path; None for groups of whole trees.
+        in_step: all ranks take part in every pass (experts on several ranks), so each rank's groups come by falling
+            number of packs and cost.
         share_prompt: compute the common beginning of the prompts of a pack once.
         cost: balances ranks and packs.
 
     Raises:
-        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, the budget or
-            the number of ranks is not positive, or both `inherit` and `in_step` are set.
+        ValueError: trees and credits differ in number or length, a MODEL token has no token before it, or the budget or
+            the number of ranks is not positive.
     """
-    if inherit and in_step:
-        raise ValueError("inherit and in_step cannot be combined: packs that inherit have a fixed order")
     if token_budget < 1 or ranks < 1:
         raise ValueError(f"token_budget={token_budget} and ranks={ranks} must be at least 1")
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
     layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
     costs = [_cost(layout, cost) for layout in layouts]
-    packs: list[TreePack] = []
+    groups: list[list[TreePack]] = []
     for rank, share in enumerate(divide_work(costs, ranks)):
         fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
         prompts = [trees[i].prompt_ids if share_prompt else trees[i].prompt_ids[:0] for i in fitting]
@@ -73,14 +76,45 @@ def pack_trees(
             sizes = [len(member) - shared for member in members]
             for group in balanced_groups(sizes, [costs[fitting[i]] for i in alike], token_budget - shared):
                 pack = join_packs([members[i] for i in group], shared if len(group) > 1 else 0)
-                packs.append(replace(pack, data_rank=rank))
+                groups.append([replace(pack, data_rank=rank)])
         for index in sorted(i for i in share if len(layouts[i]) > token_budget):
-            spans = cut_spans(layouts[index].subtree_end, token_budget, inherit=inherit)
-            parts = cut_pack(layouts[index], spans, first_pack=len(packs), inherit=inherit)
-            packs += [replace(part, data_rank=rank) for part in parts]
+            limit = group_tokens if inherit else token_budget
+            for parts in _cut_tree(layouts[index], token_budget, limit, inherit=inherit):
+                groups.append([replace(pack, data_rank=rank) for pack in parts])
     if in_step:
-        packs.sort(key=lambda pack: (pack.data_rank, -_cost(pack, cost)))
+        groups.sort(key=lambda parts: (parts[0].data_rank, -len(parts), -sum(_cost(pack, cost) for pack in parts)))
+    packs: list[TreePack] = []
+    for parts in groups:
+        first = np.int32(len(packs))
+        packs += [replace(pack, inherited_pack=pack.inherited_pack + first) for pack in parts]
     return packs
+
+
+def _cut_tree(layout: TreePack, token_budget: int, limit: int | None, *, inherit: bool) -> list[list[TreePack]]:
+    """Cut a tree into groups of at most `limit` tokens, whose packs name each other by their index in the group."""
+    parts = [layout]
+    if limit is not None and len(layout) > limit:
+        parts = cut_pack(layout, cut_spans(layout.subtree_end, limit, inherit=False), inherit=False)
+    if not inherit:
+        return [[part] for part in parts]
+    return [
+        [part]
+        if len(part) <= token_budget
+        else cut_pack(part, cut_spans(part.subtree_end, token_budget, inherit=True), inherit=True)
+        for part in parts
+    ]
+
+
+def rank_groups(packs: Sequence[TreePack], rank: int) -> list[list[int]]:
+    """Return the groups of a data-parallel rank: the indices of packs that inherit from each other."""
+    groups: list[list[int]] = []
+    for index, pack in enumerate(packs):
+        if pack.data_rank == rank:
+            if pack.inherited:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+    return groups
 
 
 def _group_by_prefix(prompts: Sequence[Int32Array]) -> list[list[int]]:
@@ -97,16 +131,63 @@ def _group_by_prefix(prompts: Sequence[Int32Array]) -> list[list[int]]:
 def pack_batch(
     trees: Sequence[RolloutTree], credits: Sequence[TreeCredit], config: JobConfig, spec: ModelSpec
 ) -> list[TreePack]:
-    """Call `pack_trees` with the job's budget, layout and model."""
-    return pack_trees(
-        trees,
-        credits,
-        token_budget=config.train.token_budget,
-        ranks=config.parallel.data,
-        inherit=config.parallel.nested_packs,
-        in_step=config.parallel.expert > 1,
-        cost=CostModel.of(spec),
-    )
+    """Call `pack_trees` with the job's budget, layout and model.
+
+    In a pipeline a group is one micro-batch: large groups repeat no ancestors, small ones make a smaller bubble. The
+    cost model chooses the size.
+    """
+    parallel, budget, cost = config.parallel, config.train.token_budget, CostModel.of(spec)
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    longest = max((len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()), default=0)
+    fastest: tuple[float, list[TreePack]] | None = None
+    for limit in group_limits(config, longest):
+        packs = pack_trees(
+            trees,
+            credits,
+            token_budget=budget,
+            ranks=parallel.data,
+            group_tokens=limit,
+            in_step=parallel.expert > 1,
+            cost=cost,
+        )
+        found = pipeline_cost(packs, parallel.data, stages, chunks, cost)
+        if fastest is None or found < fastest[0]:
+            fastest = found, packs
+        if not any(pack.repeated for pack in packs):
+            break  # larger limits give the same groups
+    assert fastest is not None
+    return fastest[1]
+
+
+def group_limits(config: JobConfig, longest: int) -> list[int | None]:
+    """Return the sizes of groups to choose from, ascending; None for whole trees.
+
+    Args:
+        config: the job.
+        longest: number of tokens of the longest path, which a group must hold.
+    """
+    limit, budget = config.train.group_tokens, config.train.token_budget
+    if config.parallel.nested_packs:
+        return [None]
+    smaller = [size for size in (budget, 2 * budget, 4 * budget) if longest <= size and (limit is None or size < limit)]
+    return [*smaller, limit] if config.parallel.pipeline > 1 else [limit]
+
+
+def pipeline_cost(packs: Sequence[TreePack], ranks: int, stages: int, chunks: int, cost: CostModel) -> float:
+    """Return the estimated work of the slowest data-parallel rank of a pipeline, with its bubble.
+
+    Args:
+        packs: packs of all ranks.
+        ranks: number of data-parallel ranks.
+        stages: number of pipeline stages.
+        chunks: number of model chunks per stage.
+        cost: model of the work.
+    """
+    slowest = 0.0
+    for rank in range(ranks):
+        work = [sum(_cost(packs[index], cost) for index in group) for group in rank_groups(packs, rank)]
+        slowest = max(slowest, sum(work) + (stages - 1) / chunks * max(work, default=0.0))
+    return slowest
 
 
 def replace_credits(packs: Sequence[TreePack], credits: Sequence[TreeCredit]) -> list[TreePack]:
@@ -187,15 +268,15 @@ def report_packs(
         packs: packs of these trees.
         trees: trees of a batch.
         ranks: number of data-parallel ranks.
-        in_flight: packs alive at once, the depth of the pipeline.
+        in_flight: groups alive at once, the depth of the pipeline.
         in_step: all ranks take part in every pass.
         cost: as in `pack_trees`.
     """
     unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
     repeated = sum(pack.repeated for pack in packs)
-    costs = [[_cost(pack, cost) for pack in packs if pack.data_rank == rank] for rank in range(ranks)]
-    mean = sum(map(sum, costs)) / ranks
-    slowest = sum(map(max, zip_longest(*costs, fillvalue=0.0))) if in_step else max(map(sum, costs))
+    costs = rank_costs([pack for pack in packs if pack.data_rank < ranks], ranks, cost)
+    mean = sum(costs) / ranks
+    slowest = _cost_in_step(packs, ranks, cost) if in_step else max(costs)
     return PackReport(
         packs=len(packs),
         unique=unique,
@@ -204,7 +285,9 @@ def report_packs(
         repeated=repeated,
         inherited=sum(pack.inherited for pack in packs),
         saved_by_shared_prompt=unique + repeated - computed,
-        live_tokens=max(_live_tokens(packs) if in_flight == 1 else _live_in_pipeline(packs, in_flight), default=0),
+        live_tokens=max(
+            _live_in_groups(packs, in_flight) if in_step or in_flight > 1 else _live_tokens(packs), default=0
+        ),
         imbalance=slowest / mean - 1.0 if mean else 0.0,
     )
 
@@ -230,11 +313,20 @@ def last_uses(packs: Sequence[TreePack]) -> list[int]:
     return last
 
 
-def _live_in_pipeline(packs: Sequence[TreePack], depth: int) -> list[int]:
+def _cost_in_step(packs: Sequence[TreePack], ranks: int, cost: CostModel) -> float:
+    """Return the sum over passes of the costliest pack; ranks wait for each other in every pass."""
+    costs = [[[_cost(packs[i], cost) for i in group] for group in rank_groups(packs, rank)] for rank in range(ranks)]
+    total = 0.0
+    for groups in zip_longest(*costs, fillvalue=[0.0]):
+        total += sum(map(max, zip_longest(*groups, fillvalue=0.0)))
+    return total
+
+
+def _live_in_groups(packs: Sequence[TreePack], depth: int) -> list[int]:
     """Tokens alive on the first stage, which runs ahead by the depth of the pipeline, at each forward pass."""
     alive = []
     for rank in {pack.data_rank for pack in packs}:
-        sizes = [len(pack) for pack in packs if pack.data_rank == rank]
+        sizes = [sum(len(packs[index]) for index in group) for group in rank_groups(packs, rank)]
         alive += [sum(sizes[max(0, last + 1 - depth) : last + 1]) for last in range(len(sizes))]
     return alive
 

@@ -7,7 +7,7 @@ and layers.py for CPUs, whose bytes tests measure. The method is that of Korthik
 Widths are those of one rank. Tensor parallelism divides heads and the MLP; sequence parallelism also divides the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,7 @@ def layer_bytes(
     fp8: bool = False,
     calls: LocalCalls | None = None,
 ) -> float:
-    """Return the bytes that one layer keeps with `parallel.recompute`.
+    """Return the bytes that one layer keeps with `parallel.recompute`, the mean of a stage's layers.
 
     Args:
         spec: spec of the model.
@@ -110,17 +110,19 @@ def layer_bytes(
         calls: attention calls on a CPU; None for FlexAttention.
     """
     w = Widths.of(spec, parallel, value)
-    if parallel.recompute == "full":
-        return tokens.queries * w.between * value  # the layer's input
+    if share := parallel.recomputed_share(spec.layers):
+        kept = tokens.queries * w.between * value  # the layer's input
+        whole = layer_bytes(spec, without_recompute(parallel), tokens, value=value, fp8=fp8, calls=calls)
+        return share * kept + (1 - share) * whole
     visits = 0.0
     if spec.experts is not None:  # a rank with all experts has all visits
         visits = spec.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
     local = calls is not None or value == FLOAT
-    token = _local_token(w, spec, visits) if local else _te_token(w, spec, visits, fp8)
+    token = _local_token(w, spec, visits, parallel) if local else _te_token(w, spec, visits, fp8, parallel)
     mixed = (
         w.queries + 2 * w.keys
     ) * value  # projection output, of which keys and values, and a norm's input, may be views
-    if parallel.recompute == "selective":
+    if parallel.recomputes("core_attn"):
         return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
     if calls is None:
         return tokens.queries * (token + mixed) + _flex_core(w, tokens)
@@ -128,6 +130,11 @@ def layer_bytes(
     core = 2 * w.queries * value + w.heads * FLOAT + (w.keys * value if calls.views else 0.0)
     copies = 2 * calls.joined * w.keys * value + calls.pairs * value
     return tokens.queries * (token + core + (mixed if viewed else 0.0)) + copies
+
+
+def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the layout without recomputation."""
+    return replace(parallel, recompute="none", recompute_layers=None)
 
 
 def pass_bytes(
@@ -163,31 +170,36 @@ def pass_bytes(
     return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
 
 
-def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool) -> float:
+def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool, parallel: ParallelConfig) -> float:
     """Return the bytes per token of Transformer Engine's layers, without core attention and its projection."""
     value, product = w.value, 1 if fp8 else w.value
     norm = w.between * (value + product) + FLOAT  # its input, the next product's input, a normaliser
     per_head = w.queries * value if spec.qk_norm else 0.0  # the norm's copy of the queries
     attention = norm + per_head + w.queries * product
     if spec.experts is not None:
-        return attention + _te_experts(w, spec.experts, visits, product)
+        return attention + _te_experts(w, spec.experts, visits, product, parallel)
+    if parallel.recomputes("mlp"):
+        return attention + w.between * value
     return attention + norm + 2 * w.ffn * value + w.ffn * product  # the fused activation keeps its input alone
 
 
-def _local_token(w: Widths, spec: ModelSpec, visits: float) -> float:
+def _local_token(w: Widths, spec: ModelSpec, visits: float, parallel: ParallelConfig) -> float:
     """Return the same bytes for layers.py."""
     value = w.value
     # torch composes RMSNorm: it keeps, in float32, its input, the normalised input and a normaliser.
-    norm = w.between * 2 * FLOAT + FLOAT + w.hidden * value  # and its output, gathered, is what a product reads
+    gathered = w.hidden * value  # the norm's output as the product reads it
+    norm = w.between * 2 * FLOAT + FLOAT
     per_head = 0.0
     if spec.qk_norm:
         per_head = 2 * FLOAT * w.queries + FLOAT * w.keys + FLOAT * (w.heads + w.heads * w.keys / w.queries)
         per_head += 0.0 if value == FLOAT else FLOAT * w.keys  # in float32 the keys' input is a view, not a copy
     rotary = 4 * spec.head_dim * value  # cosines and sines, for queries and for keys
-    attention = norm + per_head + rotary + w.queries * value
+    attention = norm + gathered + per_head + rotary + w.queries * value
     if spec.experts is not None:
-        return attention + norm + _local_experts(w, spec.experts, visits)
-    return attention + norm + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
+        return attention + norm + gathered + _local_experts(w, spec.experts, visits)
+    if parallel.recomputes("mlp"):
+        return attention + norm + w.between * value
+    return attention + norm + gathered + 5 * w.ffn * value  # gate and up, silu(gate), up + 0, the product of both
 
 
 def _flex_core(w: Widths, tokens: Tokens) -> float:
@@ -196,12 +208,13 @@ def _flex_core(w: Widths, tokens: Tokens) -> float:
     return (2 * padded * w.queries + 2 * keys * w.keys) * w.value + padded * w.heads * 2 * FLOAT
 
 
-def _te_experts(w: Widths, experts: MoESpec, visits: float, product: int) -> float:
+def _te_experts(w: Widths, experts: MoESpec, visits: float, product: int, parallel: ParallelConfig) -> float:
     """Return the bytes per token of a mixture with norm and router, for balanced experts."""
     share, value = w.between / w.hidden, w.value
-    visit = w.hidden * product + 2 * w.ffn * value + w.ffn * product + w.hidden * value
+    activated = 0.0 if parallel.recomputes("moe_act") else w.ffn * product
+    visit = w.hidden * product + 2 * w.ffn * value + activated + w.hidden * value
     router = 3 * experts.count * FLOAT  # logits, probabilities, the routing map
-    norm = 2 * w.between * value + FLOAT
+    norm = (1 if parallel.recomputes("layernorm") else 2) * w.between * value + FLOAT
     return norm + share * (router + visits * visit)
 
 

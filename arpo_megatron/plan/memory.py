@@ -4,18 +4,19 @@ Weights, gradients and optimizer state are exact. Activations are a sum over the
 (activations.py). The constants below are assumptions, rather too large than too small, until they have been measured.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 from arpo_megatron.config import JobConfig, ParallelConfig
 from arpo_megatron.hardware.placement import Placement, takes_turns
 from arpo_megatron.hardware.specs import GIB, Hardware
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes
+from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes, without_recompute
 from arpo_megatron.plan.parameters import Parameters, optimizer_parameters, stage_parameters, whole_model
 from arpo_megatron.plan.workload import Workload
 
-LOGITS = 1 << 26
-"""Logits of one chunk on one rank: CHUNK_ELEMENTS of actor/logprobs.py (a test compares them)."""
+LOGITS = 1 << 28
+"""Logits of one chunk on one rank: CUDA_CHUNK_ELEMENTS of actor/logprobs.py (a test compares them)."""
 CUDA_CONTEXT = 0.75 * GIB
 """CUDA context and kernels of a process. Assumption."""
 COLLECTIVES = 1.0 * GIB
@@ -138,19 +139,21 @@ def _training(config: JobConfig, spec: ModelSpec, largest: Workload, stage: int)
 def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, float, float]:
     """Return for one rank: tokens with live activations, tokens of a pack, and keys that a pack attends to."""
     parallel, budget = config.parallel, config.train.token_budget
-    packing = largest.packing(budget, nested=parallel.nested_packs)
+    packing = largest.packing(config)
     trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
     if config.sft_only:
         trees = config.sft.batch
     pack = float(min(budget, largest.bound * trees))
     keys = max(pack, packing.longest)
+    # In a pipeline, all packs of a tree, or of a part of it that holds the longest path.
+    group = max(pack, min(float(largest.bound), max(config.train.group_tokens or math.inf, config.model.max_length)))
     if parallel.pipeline == 1:
         kept = max(pack, float(largest.bound))
     elif parallel.virtual_pipeline == 1:  # 1F1B runs ahead by the number of later stages (arXiv 2104.04473)
-        kept = pack * (parallel.pipeline - stage)
+        kept = group * (parallel.pipeline - stage)
     else:  # interleaved: chunks of layers / v, of which 2 (p - s - 1) + (v - 1) p warm up and one runs
         ahead = 2 * (parallel.pipeline - stage - 1) + (parallel.virtual_pipeline - 1) * parallel.pipeline + 1
-        kept = pack * ahead / parallel.virtual_pipeline
+        kept = group * ahead / parallel.virtual_pipeline
     return kept / parallel.context, pack / parallel.context, keys
 
 
@@ -159,7 +162,9 @@ def _layer_working(config: JobConfig, spec: ModelSpec, tokens: Tokens, w: Widths
     parallel = config.parallel
     again = 0.0
     if parallel.recompute != "none":
-        again = layer_bytes(spec, replace(parallel, recompute="none"), tokens, value=w.value, fp8=fp8)
+        again = layer_bytes(spec, without_recompute(parallel), tokens, value=w.value, fp8=fp8)
+    if parallel.recompute == "selective":  # the parts that the forward pass has not kept
+        again -= layer_bytes(spec, parallel, tokens, value=w.value, fp8=fp8)
     visits = 1.0 if spec.experts is None else spec.experts.top_k * w.between / w.hidden
     gradients = tokens.queries * (visits * 3 * w.ffn + 2 * w.hidden) * w.value
     return again + gradients
@@ -168,13 +173,12 @@ def _layer_working(config: JobConfig, spec: ModelSpec, tokens: Tokens, w: Widths
 def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, value: int) -> float:
     """Return the bytes of a chunk of logits and of the head's weight gradient in the backward pass (actor/logprobs.py).
 
-    The logits exist in the parameters' type, in float32 and as a gradient. The weight's gradient exists in float32, as
-    a chunk's part and as the result in the parameters' type. The forward pass has a little more logits and no gradient.
+    The gradient of the logits overwrites them. The weight's gradient exists in float32, and as the result in the
+    parameters' type; in float32 as a chunk's part instead, because only TE's product adds in place.
     """
     rows = spec.vocabulary // parallel.tensor
     chunk = min(float(LOGITS), targets * rows)
-    backward = chunk * (4 + 2 * value) + rows * spec.hidden * (4 + 2 * value)
-    return max(backward, chunk * (2 * value + 8))
+    return chunk * value + rows * spec.hidden * (4 + value)
 
 
 def _push_buckets(config: JobConfig) -> float:

@@ -10,7 +10,7 @@ from arpo_megatron.plan.search import LayoutSearchResult
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "parallel": tuple(field.name for field in fields(ParallelConfig)),
-    "train": ("token_budget",),
+    "train": ("token_budget", "group_tokens"),
     "engine": ("placement", "tensor", "replicas", "memory_fraction"),
     "rollout": ("max_staleness", "across_push", "stale"),
     "optimizer": ("offload",),

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from arpo_megatron.config import JobConfig, ParallelConfig, RolloutConfig
+from arpo_megatron.config import JobConfig, ParallelConfig, Recompute, RolloutConfig
 from arpo_megatron.hardware.placement import gpus_for_both
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.flops import Recompute
+from arpo_megatron.plan.activations import without_recompute
 from arpo_megatron.plan.fit import (
     TOGETHER_TOO_LARGE,
     UPDATE_TOO_LARGE,
@@ -137,7 +137,8 @@ class _Planner:
         if job.parallel.data > trees_of_update(job):
             return conflict("data-parallel ranks would have no trees")
         found = self._with_largest_pool(job)
-        if isinstance(found, Unfit) and found.kind == UPDATE_TOO_LARGE and _can_offload(job):
+        too_large = isinstance(found, Unfit) and found.kind in (UPDATE_TOO_LARGE, TOGETHER_TOO_LARGE)
+        if too_large and _can_offload(job):
             found = self._with_largest_pool(replace(job, optimizer=replace(job.optimizer, offload=True)))
         return found
 
@@ -209,12 +210,18 @@ def _candidates(
             if engine_gpus % tensor:
                 yield conflict("engine GPUs are not a multiple of engine.tensor")
                 continue
+            if not parallel.nested_packs and budget < config.model.max_length:
+                yield conflict("train.token_budget does not hold a whole trajectory")
+                continue
             replicas = config.engine.replicas if config.sft_only else engine_gpus // tensor
             try:
                 yield replace(
                     config,
                     parallel=parallel,
-                    train=replace(config.train, token_budget=budget),
+                    # Larger groups are not searched: without them only a pack's activations are in memory.
+                    train=replace(
+                        config.train, token_budget=budget, group_tokens=None if parallel.nested_packs else budget
+                    ),
                     engine=replace(config.engine, placement=where, tensor=tensor, replicas=replicas),
                     rollout=rollout,
                     optimizer=replace(config.optimizer, offload=config.sft_only and config.optimizer.offload),
@@ -255,7 +262,7 @@ def _layouts(config: JobConfig, world: int, hardware: Hardware, experts: bool) -
         for chunks, expert, recompute in product(virtual if pipeline > 1 else (1,), shared_out, RECOMPUTE):
             if tensor * context * data % expert == 0:
                 yield replace(
-                    config.parallel,
+                    without_recompute(config.parallel),
                     tensor=tensor,
                     sequence=tensor > 1,
                     pipeline=pipeline,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.flops import UpdateFlops, forward_flops
+from arpo_megatron.packing.flops import UpdateFlops, forward_flops, mlp_flops
 from arpo_megatron.plan.memory import (
     checkpoint_bytes,
     checkpoint_copy,
@@ -194,14 +194,15 @@ def _passes(
     A pipeline stage idles for a pack's whole pass, including its waits for communication, so the bubble scales both.
     """
     parallel = config.parallel
-    packing = work.packing(config.train.token_budget, nested=parallel.nested_packs)
+    packing = work.packing(config)
     own = math.ceil(trees / updates / parallel.data)
     forward = _forward(config, spec, hardware, packing)
-    one = forward.hardware_update(parallel.recompute) if backward else forward.layers + forward.head
+    one = forward.hardware_update(parallel, spec.layers) if backward else forward.layers + forward.head
     compute = own * one / (parallel.tensor * parallel.context * parallel.pipeline)
-    packs = max(1.0, own * packing.computed / config.train.token_budget)
-    bubble = 1.0 + (parallel.pipeline - 1) / (packs * parallel.virtual_pipeline)  # arXiv 2104.04473, section 2.2
-    passes = (3.0 if parallel.recompute == "full" else 2.0) if backward else 1.0
+    groups = max(1.0, own * packing.groups)
+    bubble = 1.0 + (parallel.pipeline - 1) / (groups * parallel.virtual_pipeline)  # arXiv 2104.04473, section 2.2
+    passes = 2.0 + parallel.recomputed_share(spec.layers) if backward else 1.0
+    passes += 0.5 * (backward and parallel.recomputes("mlp"))  # one of a layer's two exchanges
     waits = passes * own * packing.computed * _token_traffic(config, spec, hardware)
     return updates * (compute + waits) * bubble
 
@@ -221,7 +222,8 @@ def _forward(config: JobConfig, spec: ModelSpec, hardware: Hardware, packing: Pa
         products = edges * products + (1 - edges) / (hardware.fp8_flops * FP8_SHARE)
     attention = pairs / (peak * ATTENTION_SHARE)
     inside = (layers - experts + experts / NARROW_SHARE) * products + attention
-    return UpdateFlops(inside, head / (peak * PRODUCT_SHARE), 0.0, attention)
+    mlp = mlp_flops(spec, tokens) * products
+    return UpdateFlops(inside, head / (peak * PRODUCT_SHARE), 0.0, attention, mlp)
 
 
 def _token_traffic(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> float:

@@ -29,8 +29,8 @@ def step_traffic(config: JobConfig, hardware: Hardware) -> list[Traffic]:
     spec, parallel, work = load_spec(config.model), config.parallel, typical(config)
     updates = config.algorithm.minibatches
     own = math.ceil(trees_of_update(config) / parallel.data)
-    tokens = updates * own * work.packing(config.train.token_budget, nested=parallel.nested_packs).computed
-    passes = 1 + (3 if parallel.recompute == "full" else 2)  # old log-probs, then the update
+    tokens = updates * own * work.packing(config).computed
+    passes = 3 + parallel.recomputed_share(spec.layers)  # old log-probs, then the update
     layers = spec.layers / parallel.pipeline
     found = [
         _through(f"{name} parallelism", layers * passes * tokens * size, ranks <= hardware.gpus, hardware)

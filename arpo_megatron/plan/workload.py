@@ -11,7 +11,7 @@ from statistics import mean
 from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
-from arpo_megatron.packing.packs import TreePack, pack_trees, report_packs
+from arpo_megatron.packing.packs import TreePack, pack_trees, rank_groups, report_packs
 from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -39,6 +39,8 @@ class Packing:
     """Predicted tokens."""
     longest: int
     """Largest number of keys of a pack, including inherited ones."""
+    groups: float
+    """Groups of packs: micro-batches of a pipeline. A tree within the budget is a part of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,10 @@ class Workload:
     bound: int
     """Tokens of the largest possible tree."""
 
-    def packing(self, budget: int, *, nested: bool) -> Packing:
-        """Pack the tree with a budget of tokens. With `nested`, packs of a cut tree inherit ancestors."""
-        return _packing(self.trees, budget, nested)
+    def packing(self, config: JobConfig) -> Packing:
+        """Pack the tree as the trainer does with this job's budget and largest groups."""
+        limit = None if config.parallel.nested_packs else config.train.group_tokens
+        return _packing(self.trees, config.train.token_budget, limit)
 
 
 def typical(config: JobConfig) -> Workload:
@@ -153,9 +156,9 @@ def _measure(
 
 
 @cache
-def _packing(trees: tuple[RolloutTree, ...], budget: int, nested: bool) -> Packing:
+def _packing(trees: tuple[RolloutTree, ...], budget: int, limit: int | None) -> Packing:
     forests: list[list[TreePack]] = [
-        pack_trees([tree], supervised_credit([tree]), token_budget=budget, inherit=nested) for tree in trees
+        pack_trees([tree], supervised_credit([tree]), token_budget=budget, group_tokens=limit) for tree in trees
     ]
     reports = [report_packs(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
     every = [pack for packs in forests for pack in packs]
@@ -164,4 +167,5 @@ def _packing(trees: tuple[RolloutTree, ...], budget: int, nested: bool) -> Packi
         pairs=sum(pack.attention_pairs for pack in every) / len(trees),
         targets=sum(len(pack.predictors) for pack in every) / len(trees),
         longest=max(len(pack.token_ids) for pack in every),
+        groups=mean(len(rank_groups(packs, 0)) * min(1.0, sum(map(len, packs)) / budget) for packs in forests),
     )

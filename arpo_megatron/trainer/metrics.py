@@ -222,6 +222,6 @@ def speed_metrics(
         "trainer/tokens_per_s": sum(len(pack) for pack in packs) / elapsed,
         "trainer/flat_tokens_per_s": sum(tree.flat_tokens for batch in batches for tree in batch.trees) / elapsed,
         "trainer/tflops": tflops,
-        "trainer/hardware_tflops": work.hardware_update(config.parallel.recompute) / elapsed / ranks / 1e12,
+        "trainer/hardware_tflops": work.hardware_update(config.parallel, spec.layers) / elapsed / ranks / 1e12,
         **({} if peak is None else {"trainer/mfu": tflops / peak}),
     }

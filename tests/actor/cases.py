@@ -47,8 +47,9 @@ SPECS = {
     "tied": replace(QWEN2, layers=4),
     "untied": replace(QWEN3, layers=4),
     "experts": replace(QWEN3_MOE, layers=4),
+    "deep": replace(QWEN3, layers=8),
 }
-"""Specs by name, deep enough for two stages of two chunks each."""
+"""Specs by name, deep enough for two stages of two chunks each; `deep` for four."""
 
 
 def job(

@@ -32,8 +32,10 @@ from tests.actor.cases import join
 
 WEIGHT = 2.0**-7
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}
-TREE_BUDGETS = {"several": 120, "cut": 24}
+TREE_BUDGETS = {"several": 120, "cut": 24, "cut in groups": 24}
 """Token budgets of packings of trees, which have about 45 tokens."""
+GROUPS = {"cut in groups": 36}
+"""Largest number of tokens of a group of packs; longer trees are cut into groups that repeat ancestors."""
 FLAT_BUDGET = 90
 PADDED = 64
 """Each trajectory's pack is padded to a multiple of this many tokens."""
@@ -84,7 +86,7 @@ PROBLEMS = {
     "clip": Problem(
         forest=(*(cases.grown(30 + i) for i in range(2)), cases.odd(3)),
         algorithm=AlgorithmConfig(**CLIP),
-        packings=("several", "cut"),
+        packings=("several", "cut", "cut in groups"),
     ),
     "all terms": Problem(
         forest=(*(cases.random_tree(52 + i) for i in range(3)), cases.grown(5), cases.odd(5)),
@@ -117,7 +119,7 @@ PROBLEMS = {
 
 
 def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreePack]:
-    ranks, inherit = layout.data, layout.nested_packs
+    ranks = layout.data
     pairs = list(zip(problem.forest, problem.advantages, strict=True))
     if packing in TREE_BUDGETS:
         credits = [cases.plain_credit(tree, advantages, WEIGHT) for tree, advantages in pairs]
@@ -126,7 +128,7 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
             credits,
             token_budget=TREE_BUDGETS[packing],
             ranks=ranks,
-            inherit=inherit,
+            group_tokens=GROUPS.get(packing),
             in_step=layout.expert > 1,
         )
     flat: list[tuple[RolloutTree, TreeCredit]] = [
@@ -137,7 +139,7 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
     if packing == "padded":
         return [replace(lay_out(index, *pair), data_rank=index % ranks) for index, pair in enumerate(flat)]
     singles, credits = zip(*flat, strict=True)
-    return pack_trees(singles, credits, token_budget=FLAT_BUDGET, ranks=ranks, inherit=inherit, share_prompt=False)
+    return pack_trees(singles, credits, token_budget=FLAT_BUDGET, ranks=ranks, share_prompt=False)
 
 
 def small_blocks(layout: ParallelConfig) -> AbstractContextManager[Any]:
@@ -257,7 +259,7 @@ def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
             *cases.batch(update),
             token_budget=TREE_BUDGETS["cut" if update % 2 else "several"],
             ranks=layout.data,
-            inherit=layout.nested_packs,
+            in_step=layout.expert > 1,
         )
         stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
         rows.append((stats.grad_norm, stats.lr))

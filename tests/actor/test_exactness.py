@@ -20,15 +20,18 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(1000)
 TOLERANCE = 1e-5
 FAMILIES = ("tied", "untied", "experts")
+CORE_ATTENTION = {"recompute": "selective", "recompute_modules": ("core_attn",)}
 LAYOUTS = {
     1: {
         "alone": {},
         "recomputed": {"recompute": "full"},
+        "recomputed modules": {"recompute": "selective", "recompute_modules": ("mlp", "core_attn")},
+        "recomputed layers": {"recompute": "full", "recompute_layers": 1},
     },
     2: {
         "tensor": {"tensor": 2},
         "tensor and sequence": {"tensor": 2, "sequence": True},
-        "selective recomputation": {"tensor": 2, "sequence": True, "recompute": "selective"},
+        "selective recomputation": {"tensor": 2, "sequence": True, **CORE_ATTENTION},
         "full recomputation": {"tensor": 2, "sequence": True, "recompute": "full"},
         "data": {"data": 2},
         "data, distributed optimizer": {"data": 2, "distributed_optimizer": True},
@@ -48,6 +51,7 @@ LAYOUTS = {
         "pipeline x data": {"pipeline": 2, "data": 2},
         "context x data": {"context": 2, "data": 2},
         "pipeline x context": {"pipeline": 2, "context": 2},
+        "interleaved pipeline of four": {"pipeline": 4, "virtual_pipeline": 2},
         "experts x pipeline": {"pipeline": 2, "data": 2, "expert": 2},
         "experts x interleaved pipeline": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
         "experts x tensor": {"tensor": 2, "data": 2, "expert": 2, "sequence": True},
@@ -56,6 +60,8 @@ LAYOUTS = {
 REPRESENTATIVES = {
     "alone": [("all terms", "tied"), ("weighted", "untied"), ("adamw", "experts")],
     "recomputed": [("all terms", "experts")],
+    "recomputed modules": [("clip", "untied")],
+    "recomputed layers": [("clip", "experts")],
     "tensor": [("clip", "tied")],
     "selective recomputation": [("clip", "experts")],
     "data, distributed optimizer": [("weighted", "experts"), ("adamw", "tied")],
@@ -65,6 +71,8 @@ REPRESENTATIVES = {
     "experts, distributed optimizer": [("replayed", "experts")],
     "experts over context ranks, recomputed": [("replayed", "experts")],
     "tensor x pipeline": [("adamw", "untied")],
+    "interleaved pipeline of four": [("clip", "deep")],
+    "experts x interleaved pipeline": [("clip", "experts")],
     "tensor x context": [("weighted", "tied")],
     "experts x tensor": [("clip", "experts")],
 }
@@ -103,7 +111,9 @@ def runs_of(name: str, *, full: bool) -> list[tuple[str, str]]:
         return short
     fields = next(layouts[name] for layouts in LAYOUTS.values() if name in layouts)
     families = FAMILIES
-    if "expert" in fields:
+    if fields.get("pipeline") == 4:
+        families = ("deep",)
+    elif "expert" in fields:
         families = ("experts",)
     elif "tensor" in fields and "sequence" not in fields:
         families = FAMILIES[:2]  # divided experts need sequence parallelism
@@ -212,7 +222,7 @@ class Solutions:
 
     def __init__(self, root: Path) -> None:
         self.root, self.weights, self.first = root, {}, {}
-        for family in FAMILIES:
+        for family in (*FAMILIES, "deep"):
             torch.manual_seed(11)
             self.weights[family] = random_weights(cases.SPECS[family], root / family)
             self.first[family] = random_weights(cases.SPECS[family], root / f"{family} first")

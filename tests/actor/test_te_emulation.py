@@ -20,6 +20,9 @@ pytestmark = pytest.mark.timeout(1000)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "full recomputation": {"recompute": "full"},
+    "recomputed modules": {"recompute": "selective", "recompute_modules": ("layernorm", "mlp", "moe_act")},
+    "experts, recomputed modules": {"recompute": "selective", "recompute_modules": ("layernorm", "moe_act")},
+    "recomputed layers": {"recompute": "full", "recompute_layers": 1},
     "tensor and sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
     "context": {"context": 2},

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.packing.flops import UpdateFlops, forward_flops, update_flops
 from arpo_megatron.packing.packs import pack_trees
 from tests.actor import cases
@@ -47,7 +48,9 @@ def test_forward_flops_equal_torchs_count():
 
 
 def test_backward_pass_has_twice_the_flops():
-    work = UpdateFlops(*forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0)
+    work = UpdateFlops(
+        *forward_flops(cases.QWEN3, TOKENS, TOKENS * TOKENS, TOKENS), repeated=0.0, attention=0.0, mlp=0.0
+    )
     assert counted(qwen3(cases.QWEN3), TOKENS, backward=True) == pytest.approx(work.model_update + ROTARY, rel=1e-12)
 
 
@@ -65,9 +68,18 @@ def test_mixture_counts_only_visited_experts():
 
 
 def test_recomputation_adds_hardware_flops_only():
-    work = UpdateFlops(layers=100.0, head=10.0, repeated=20.0, attention=30.0)
+    work = UpdateFlops(layers=100.0, head=10.0, repeated=20.0, attention=30.0, mlp=40.0)
     assert work.model_update == 3 * (100 - 20 + 10)
-    assert [work.hardware_update(kind) for kind in ("none", "selective", "full")] == [340, 370, 440]
+    layouts: dict[float, dict[str, object]] = {
+        340: {},
+        370: {"recompute": "selective", "recompute_modules": ("core_attn",)},
+        380: {"recompute": "selective"},
+        440: {"recompute": "full"},
+        365: {"recompute": "full", "recompute_layers": 1},
+    }
+    assert {again: work.hardware_update(ParallelConfig(**fields), 4) for again, fields in layouts.items()} == {
+        again: again for again in layouts
+    }
 
 
 def test_repeated_ancestors_add_no_model_flops():
@@ -80,4 +92,5 @@ def test_repeated_ancestors_add_no_model_flops():
     assert repeating.repeated > 0 == inheriting.repeated == whole.repeated
     for work in (inheriting, repeating):
         assert work.model_update == pytest.approx(whole.model_update, rel=1e-12)
-    assert repeating.hardware_update("full") > whole.hardware_update("full") > whole.model_update
+    again = ParallelConfig(recompute="full")
+    assert repeating.hardware_update(again, 2) > whole.hardware_update(again, 2) > whole.model_update

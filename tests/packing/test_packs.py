@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatches, padding_of
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.packing.balance import PACK_COST_TOKENS, balanced_groups, divide_work, first_fit_decreasing
-from arpo_megatron.packing.packs import SHARED_PREFIX_TOKENS, pack_trees, report_packs
+from arpo_megatron.packing.packs import SHARED_PREFIX_TOKENS, pack_trees, rank_groups, report_packs
 from arpo_megatron.tree import Role, RolloutTree
 from tests.actor import cases
 
@@ -61,22 +61,40 @@ def assert_packed(packs, forest):
     budget=st.integers(1, 60),
     ranks=st.integers(1, 3),
     inherit=st.booleans(),
+    group=st.none() | st.integers(1, 4),
 )
-def test_model_tokens_of_all_trees_are_trained_once_with_their_credit(forest, budget, ranks, inherit):
+def test_model_tokens_of_all_trees_are_trained_once_with_their_credit(forest, budget, ranks, inherit, group):
     credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
-    packs = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
+    packs, again = (
+        pack_trees(
+            forest,
+            credits,
+            token_budget=budget,
+            ranks=ranks,
+            inherit=inherit,
+            group_tokens=group and group * budget,
+            in_step=ranks > 1,
+        )
+        for _ in range(2)
+    )
     assert_packed(packs, forest)
-    again = pack_trees(forest, credits, token_budget=budget, ranks=ranks, inherit=inherit)
     assert pickle.dumps(again) == pickle.dumps(packs)  # a plan follows from its inputs alone
     made = report_packs(packs, forest, ranks=ranks)
+    longest = max(len(tree.path_tokens(leaf)) for tree in forest for leaf in tree.leaves())
+    leaves = sum(len(tree.leaves()) for tree in forest)
+    assert made.computed <= made.flat + PACK_COST_TOKENS * leaves  # never far from flattening
     if inherit:
-        assert made.repeated == 0 and all(len(pack) <= budget for pack in packs)
+        assert all(len(pack) <= budget for pack in packs)
+        assert made.repeated == 0 or group is not None
     else:
         assert made.inherited == 0
-        leaves = sum(len(tree.leaves()) for tree in forest)
-        assert made.computed <= made.flat + PACK_COST_TOKENS * leaves  # never far from flattening
-        longest = max(len(tree.path_tokens(leaf)) for tree in forest for leaf in tree.leaves())
         assert all(len(pack) <= max(budget, longest) for pack in packs)
+    for rank in range(ranks):
+        for indices in rank_groups(packs, rank):
+            assert indices == list(range(indices[0], indices[-1] + 1))
+            assert {int(source) for index in indices for source in packs[index].inherited_pack} <= set(indices)
+            if group is not None and len(indices) > 1:
+                assert sum(len(packs[index]) for index in indices) <= max(group * budget, longest)
     assert made.computed == made.unique + made.repeated - made.saved_by_shared_prompt
     assert made.saved_by_shared_prompt >= 0
 

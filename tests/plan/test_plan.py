@@ -137,7 +137,7 @@ def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
     """With FP8, head and edge layers stay in bfloat16; attention is slower, and only experts are narrow."""
     job = resolve.resolve(recipe)
     spec, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
-    packing = trees.packing(job.train.token_budget, nested=job.parallel.nested_packs)
+    packing = trees.packing(job)
     fast = replace(H100, link=1e30, network=1e30)
     one = H100.bf16_flops * 0.6
     edges = 2 / spec.layers if "fp8" in recipe else 1.0

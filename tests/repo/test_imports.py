@@ -40,11 +40,12 @@ for package in "algorithms jobs packing plan rewards rollout tasks".split():
             print(module.name)
 """
 NEEDS_AN_EXTRA = {
+    "arpo_megatron.actor.head_kernel",
     "arpo_megatron.cli.nemo",
     "arpo_megatron.cluster.packager",
     "arpo_megatron.engine.server.entropy_kernel",
 }
-"""Loaded by nemo-run, by `arpo submit`, and by an engine on a GPU."""
+"""Loaded by nemo-run, by `arpo submit`, and by trainer and engine on a GPU."""
 OTHER_INTERPRETER = {"arpo_megatron.tasks.environments.verifiers.worker"}
 """Runs where `verifiers` is installed; no module of ours imports it."""
 

@@ -17,11 +17,11 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.measure import Figures, Measurements, peak_gib, reset_peak, timed
-from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
+from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig, Recompute
 from arpo_megatron.errors import UserError
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.packing.flops import Recompute, update_flops
+from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.plan.activations import Tokens, pass_bytes
