@@ -43,6 +43,9 @@ class Limits:
     memory_mib: Annotated[Mebibytes, Field(ge=16)] = 2048
     """Address space of a process in MiB (RLIMIT_AS), beyond the preloaded modules. With control groups, also the
     memory of all processes of the call together."""
+    total_memory_mib: Mebibytes | None = None
+    """Memory of all python calls of this service in MiB: only as many run at a time as fit with `memory_mib` each, at
+    least one. null: `max_concurrency` of them."""
     file_mib: Mebibytes = 64
     """Size of the largest file that a process may write, in MiB (RLIMIT_FSIZE)."""
     disk_mib: Mebibytes = 256
@@ -305,6 +308,13 @@ class SandboxConfig:
     """Seconds that an answer is kept for a retry with its request id (at most 4096 answers)."""
     drain_s: Seconds = 2.0
     """Seconds that calls in flight may keep running after SIGTERM. New calls get HTTP 503."""
+
+    def slots(self, tool: str) -> int:
+        """Return how many executions of a tool may run at a time."""
+        total = self.limits.total_memory_mib
+        if tool != "python" or total is None:
+            return self.max_concurrency
+        return max(1, min(self.max_concurrency, total // self.limits.memory_mib))
 
 
 def load_config(path: Path | None) -> SandboxConfig:

@@ -24,6 +24,7 @@ from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
 from arpo_megatron.actor.optimizer import all_ranks, build_optimizer, build_scheduler, clip_and_step, gradient_buffers
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
+from arpo_megatron.actor.pass_clock import PassClock
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.schedule import (
     Finish,
@@ -81,6 +82,7 @@ class Actor:
     """Position in the run, for losses that depend on it."""
     expert_balance: ExpertBalance | None
     """Statistics of the routers in the last pass over packs; None for a model without experts."""
+    clock: PassClock
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Actor:
             balance_coefficient=balance,
             fp8=Fp8.of(config.model),
         )
-        self.expert_balance = None
+        self.expert_balance, self.clock = None, PassClock()
         if model_path is not None:
             load_hf(self.chunks, spec, model_path)
         self._reference = ReferencePolicy(self.chunks) if keep_reference else None
@@ -115,7 +117,7 @@ class Actor:
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.fp32_head = config.model.fp32_head
-            chunk.config.finalize_model_grads_func = sum_gradients
+            chunk.config.finalize_model_grads_func = self.clock.stopping(sum_gradients)
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
             fuse_weight_gradients(chunk)
         self.nonfinite_packs = []
@@ -320,7 +322,7 @@ class Actor:
         old = None if old_logprobs is None else [*old_logprobs, *nothing]
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
-        with MicroBatches(padded, old, self._shard, reference) as batches:
+        with MicroBatches(padded, old, self._shard, reference) as batches, self.clock.counting():
             outputs = self._passes(padded, groups, batches, finish, temperature=temperature, forward_only=forward_only)
         self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
         return outputs

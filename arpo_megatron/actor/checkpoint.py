@@ -129,6 +129,7 @@ class CheckpointStore:
         best: chooses more checkpoints to keep among all of them.
         log: takes a line about a save that takes long, in a thread of rank 0.
         log_every_s: interval of these lines in seconds.
+        group: name of the process group of this store's saves; two stores that save at the same time have two.
     """
 
     def __init__(
@@ -140,8 +141,9 @@ class CheckpointStore:
         *,
         log: Callable[[str], None] = lambda line: None,
         log_every_s: float = INTERVAL_S,
+        group: str = _GROUP,
     ) -> None:
-        self.root = root
+        self.root, self._group = root, group
         self._log, self._log_every_s = log, log_every_s
         self._keep = keep
         self._keep_every = keep_every
@@ -154,7 +156,7 @@ class CheckpointStore:
             root.mkdir(parents=True, exist_ok=True)
             for stale in root.glob("step_*.tmp"):  # other files are not this store's
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        parallel.gather_objects(None, _GROUP)  # makes the group, and is a barrier
+        parallel.gather_objects(None, group)  # makes the group, and is a barrier
 
     def save(
         self,
@@ -189,7 +191,7 @@ class CheckpointStore:
             self._note(SaveReport(step, error))
             return
         snapshot = actor.snapshot(partial / _ACTOR_DIRECTORY)
-        self._writing = _Writing(step, partial, snapshot, state, files, self._commit, watch)
+        self._writing = _Writing(step, partial, snapshot, state, files, self._commit, watch, self._group)
 
     def reports(self) -> list[SaveReport]:
         """Return the results of saves that ended since the last call, without waiting."""
@@ -215,7 +217,7 @@ class CheckpointStore:
         if parallel.is_rank_zero():
             for path, _ in found.refused:
                 replace_directory(path, path.with_name(path.name + ".damaged"))
-        parallel.gather_objects(None, _GROUP)
+        parallel.gather_objects(None, self._group)
         return found
 
     @staticmethod
@@ -257,10 +259,11 @@ class _Writing:
         files: Mapping[str, Callable[[], bytes]],
         commit: Callable[[int, Path, list[FileRecord]], None],
         watch: SaveWatch,
+        group: str,
     ) -> None:
         self.report: SaveReport | None = None
         self._step, self._partial, self._snapshot = step, partial, snapshot
-        self._state, self._files, self._commit, self._watch = state, files, commit, watch
+        self._state, self._files, self._commit, self._watch, self._group = state, files, commit, watch, group
         # A daemon: a rank that fails must not wait for its disk.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -287,11 +290,11 @@ class _Writing:
         except Exception as failure:
             error = _reason(failure)
         self._watch.rank_has_written()
-        parts = parallel.gather_objects((error, written, records), _GROUP)
+        parts = parallel.gather_objects((error, written, records), self._group)
         errors = [each for each, _, _ in parts if each]
         if not errors:
             joined = [each for _, _, part in parts for each in part]
-            last = _on_rank_zero(lambda: self._complete([each for _, each, _ in parts], joined), _GROUP)
+            last = _on_rank_zero(lambda: self._complete([each for _, each, _ in parts], joined), self._group)
             errors = [last] if last else []
         if errors and parallel.is_rank_zero():
             shutil.rmtree(self._partial, ignore_errors=True)

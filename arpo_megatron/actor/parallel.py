@@ -19,6 +19,7 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware import malloc
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT
+from arpo_megatron.hardware.numa import bind_to_gpu
 from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.ports import is_loopback
 from arpo_megatron.utils.stores import rank_store
@@ -66,6 +67,7 @@ def initialize(
         malloc.keep()
     else:
         torch.cuda.set_device(device())
+        bind_to_gpu(_pci_address())  # after the threads were counted
     if is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1")):
         os.environ.update(LOOPBACK_ENVIRONMENT)
     timeout = timedelta(seconds=timeout_s)
@@ -195,6 +197,12 @@ def _threads() -> int:
     """Return the machine's cores per local rank. The launcher's OMP_NUM_THREADS=1 is meant for GPU ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _pci_address() -> str:
+    """Return the PCI address of this rank's GPU, as 0000:3b:00.0."""
+    gpu = torch.cuda.get_device_properties(device())
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def silence_import_warnings() -> None:

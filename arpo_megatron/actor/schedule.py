@@ -97,7 +97,7 @@ def run_nested(
     """Run all packs of a rank without a pipeline.
 
     Args:
-        model: the chunk, in Megatron's DistributedDataParallel.
+        model: the chunk, in Megatron's DistributedDataParallel; its config has the reduction of gradients.
         batches: micro-batches of the pass; each is released after its backward pass.
         order: from `pass_order`.
         finish: computes the loss.
@@ -128,7 +128,7 @@ def run_nested(
             losses.pop().backward()
             batches.done(index)
     if not forward_only:
-        finalize_model_grads([model], None)
+        model.config.finalize_model_grads_func([model], None)
     return kept
 
 

@@ -68,6 +68,17 @@ class TrainingSnapshot:
         return [self.directory / name for name in _METADATA_FILES]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsOnly:
+    """The weights of an actor as a state of their own, an eighth of a checkpoint, for exports."""
+
+    chunks: list[Any]
+
+    def snapshot(self, directory: Path) -> TrainingSnapshot:
+        """Copy the weights to host memory; all ranks call it."""
+        return _copy(directory, {**_weights(self.chunks), "layout": _layout()})
+
+
 def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> TrainingSnapshot:
     """Copy the current state to host memory; all ranks call it.
 
@@ -78,6 +89,10 @@ def snapshot(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any)
         scheduler: the schedule of that optimizer.
     """
     template, _ = _template(chunks, optimizer, scheduler, with_rng=True)
+    return _copy(directory, template)
+
+
+def _copy(directory: Path, template: dict[str, Any]) -> TrainingSnapshot:
     sharded, common = save_preprocess(template)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     copies = {key: [_copy_to_host(base) for base in bases] for key, bases in by_key.items()}
@@ -127,7 +142,7 @@ def _template(
     chunks: list[Any], optimizer: Any, scheduler: Any, *, with_rng: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the state to save or load, and the optimizer tensors that its "moments" are copied into."""
-    weights = {f"chunk{index}": chunk.sharded_state_dict(metadata=dict(FORM)) for index, chunk in enumerate(chunks)}
+    weights = _weights(chunks)
     every = {f"{name}.{key}": base for name, part in weights.items() for key, base in part.items()}
     moments, own = optimizer_state.state_template(optimizer, every)
     state = {
@@ -140,6 +155,10 @@ def _template(
     if with_rng:
         state["rng"] = ShardedObject("rng", _get_rng(), (dist.get_world_size(),), (dist.get_rank(),))
     return state, own
+
+
+def _weights(chunks: list[Any]) -> dict[str, Any]:
+    return {f"chunk{index}": chunk.sharded_state_dict(metadata=dict(FORM)) for index, chunk in enumerate(chunks)}
 
 
 def _copy_to_host(base: Any) -> Any:

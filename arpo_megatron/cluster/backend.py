@@ -220,7 +220,10 @@ class SlurmBackend:
         ]
 
     def _node(self, service: str) -> Node:
-        return self.nodes[self.layout.place(int(service[len("engine-") :]))[0] if service.startswith("engine-") else 0]
+        kind, _, index = service.partition("-")
+        if kind == "engine":
+            return self.nodes[self.layout.place(int(index))[0]]
+        return self.nodes[int(index) % len(self.nodes) if kind == "sandbox" and index else 0]
 
 
 def _scratch_of(job_id: str) -> Path:

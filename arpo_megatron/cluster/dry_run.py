@@ -6,8 +6,8 @@ from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.plan.traffic import step_traffic
 from arpo_megatron.utils.heartbeat import interval_s
 
-_SERVICES = 3
-"""Ports of the first node besides its engines and the router: tool service, rollout process, the ranks' rendezvous."""
+_OTHERS = 2
+"""Ports of the first node besides its engines, tool services and the router: rollout process, the ranks' rendezvous."""
 _ROUTER = 2
 _METADATA = 3
 """Files of a checkpoint next to those of the ranks."""
@@ -19,9 +19,9 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
     engines, ranks = layout.engines, config.parallel.world_size
     if engines:
         router = _ROUTER if engines > 1 else 0
-        most = max((_engines_of(submission, node) for node in range(1, layout.nodes)), default=0)
-        yield f"ports: {_SERVICES + router + _engines_of(submission, 0)} on node 0, at most {most} on another"
-        together = engines + 3 + (engines > 1)
+        most = max((_services_of(submission, node) for node in range(1, layout.nodes)), default=0)
+        yield f"ports: {_OTHERS + router + _services_of(submission, 0)} on node 0, at most {most} on another"
+        together = engines + layout.tool_services + 2 + (engines > 1)
         yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after doctor and prepare"
     every = interval_s(config.parallel.collective_timeout_s)
     yield f"files: {ranks + _METADATA} per checkpoint; {ranks} heartbeats every {every:.0f} s"
@@ -31,6 +31,8 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
             yield f"  {item.name:22}{item.size / 1e9:9.2f} GB  {item.link:19}{item.floor_s:8.2f} s"
 
 
-def _engines_of(submission: Submission, node: int) -> int:
+def _services_of(submission: Submission, node: int) -> int:
+    """Return the number of engines and tool services of a node."""
     layout = submission.layout
-    return sum(layout.place(engine)[0] == node for engine in range(layout.engines))
+    engines = sum(layout.place(engine)[0] == node for engine in range(layout.engines))
+    return engines + len(range(node, layout.tool_services, layout.nodes))

@@ -12,12 +12,18 @@ from arpo_megatron.config.fields import STRICT, Positive, PositiveFloat
 class SandboxConfig:
     """The tool service: limits, isolation and sessions of python calls, and the size of search results."""
 
+    replicas: Positive = 1
+    """Tool services of a job, on one node after the other. All calls of a task go to one of them, so its trajectories
+    share answers and interpreter states."""
     file: Path | None = None
     """YAML file of the tool service with more tools and settings (docs/guides/tools.md), merged with the keys below."""
     python_timeout_s: PositiveFloat = 10.0
     """Wall time of one python call in seconds."""
     python_memory_mib: Positive = 512
     """Address space of one python call in MiB."""
+    python_total_memory_mib: Positive | None = None
+    """Memory of all python calls of a tool service in MiB: only as many run at a time as fit with `python_memory_mib`
+    each. None: 16 calls, or two per CPU if those are more."""
     search_results: Positive = 3
     """Number of pages that a search returns."""
     preload: tuple[str, ...] = ()

@@ -27,6 +27,9 @@ class TrainConfig:
     """Number of checkpoints with the highest held-out success (`evaluation.every`) that are kept, too."""
     keep_every: NonNegative = 0
     """Checkpoints of every n-th step are never deleted; 0: none."""
+    weights_every: NonNegative = 0
+    """Also store the weights of every n-th step without the optimizer, for `arpo export --step` and `arpo eval --step`;
+    they are never deleted, and a run cannot resume from them. 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, after a weight push; a larger gap stops the run. None:
     1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in the engine, and 3 in the trainer,

@@ -60,6 +60,20 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def weights(self) -> Path:
+        """Weights without optimizer states (`train.weights_every`)."""
+        return self.path / "weights"
+
+    def stored(self, step: int | str) -> tuple[Path, Path]:
+        """Return the places of a step's weights: its checkpoint, and the weights alone."""
+        return self.checkpoints / f"step_{step}", self.weights / f"step_{step}"
+
+    @property
+    def rank_times(self) -> Path:
+        """Seconds of every rank in each step (JSONL)."""
+        return self.path / "ranks.jsonl"
+
+    @property
     def events(self) -> Path:
         """Events for the terminal: phases, notes, errors (JSONL)."""
         return self.path / "events.jsonl"

@@ -19,6 +19,7 @@ Values = dict[str, Any]
 _OWN_KEYS = (
     ("limits", "time_s", "python_timeout_s"),
     ("limits", "memory_mib", "python_memory_mib"),
+    ("limits", "total_memory_mib", "python_total_memory_mib"),
     ("python", "preload", "preload"),
     ("python", "isolation", "isolation"),
     ("search", "max_results", "search_results"),

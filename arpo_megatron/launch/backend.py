@@ -18,7 +18,7 @@ from arpo_megatron.utils.temporary import TemporaryFolder
 
 
 class Backend(Protocol):
-    """The machines of a job. A service is named `sandbox`, `rollout`, `router`, or `engine-0`, `engine-1`, ..."""
+    """The machines of a job. A service is named `rollout`, `router`, `sandbox-0`, ..., or `engine-0`, ..."""
 
     def host(self, service: str) -> str:
         """Return the address on which a service listens."""

@@ -133,7 +133,9 @@ def find_export(run: RunDirectory, out: Path | None, step: int | None) -> tuple[
     Raises:
         UserError: `out` exists, there is no such checkpoint, or the run's model has changed.
     """
-    steps = [number for path in checkpoint_directories(run.checkpoints) if (number := step_of(path)) is not None]
+    whole = [number for path in checkpoint_directories(run.checkpoints) if (number := step_of(path)) is not None]
+    stored = {number for path in checkpoint_directories(run.weights) if (number := step_of(path)) is not None}
+    steps = whole if step is None else sorted({*whole, *stored})
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
         raise UserError(

@@ -77,13 +77,14 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
     with backend.scratch() as scratch, supervisor.serving(run, restarts=config.engine.restarts):
         sizes = config.engine if pushes else replace(config.engine, quantization="none")
         engines = [_engine(job, model, sizes, index, scratch, token) for index in range(sizes.replicas)]
-        (port,) = backend.ports("sandbox", 1)
         sandbox_token = _sandbox_token()
-        sandbox = sandbox_service(run, port, sandbox_token, hang_timeout_s=hang_timeout_s, host=backend.host("sandbox"))
+        sandboxes = [_sandbox(job, index, sandbox_token) for index in range(config.sandbox.replicas)]
         (port,) = backend.ports("rollout", 1)
         rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
         growing = [backend.place("rollout", rollout)] if rollouts else []
-        supervisor.serve(backend.place("sandbox", sandbox), *engines, *growing)
+        # The first tool service builds the index that the others read.
+        supervisor.serve(sandboxes[0], *engines, *growing)
+        supervisor.serve(*sandboxes[1:])
         urls = tuple(engine.url for engine in engines)
         router = router_service(
             config.engine,
@@ -97,7 +98,7 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
         if router is not None:
             supervisor.serve(backend.place("router", router))
         yield Services(
-            sandbox.url,
+            " ".join(sandbox.url for sandbox in sandboxes),
             urls,
             rollout_socket(scratch),
             router_url=router.url if router is not None else None,
@@ -146,16 +147,35 @@ def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Pat
     return replace(backend.place(service, spec), held_by=job.run.memory_lent)
 
 
+def _sandbox(job: Job, index: int, token: str) -> ServiceSpec:
+    backend, service = job.backend, f"sandbox-{index}"
+    spec = sandbox_service(
+        job.run,
+        backend.ports(service, 1)[0],
+        token,
+        hang_timeout_s=job.config.engine.hang_timeout_s,
+        host=backend.host(service),
+        name="sandbox" if job.config.sandbox.replicas == 1 else service,
+    )
+    return backend.place(service, spec)
+
+
 def sandbox_service(
-    run: RunDirectory, port: int, token: str, *, hang_timeout_s: float, host: str = "127.0.0.1"
+    run: RunDirectory,
+    port: int,
+    token: str,
+    *,
+    hang_timeout_s: float,
+    host: str = "127.0.0.1",
+    name: str = "sandbox",
 ) -> ServiceSpec:
     """Return how to start the tool service. Its token is in its environment: all users can read its arguments."""
     options = ["--host", host, "--port", str(port), "--config", str(run.sandbox_config)]
     return ServiceSpec(
-        name="sandbox",
+        name=name,
         url=f"http://{host}:{port}",
         command=[sys.executable, "-m", "tools_sandbox", *options],
-        log=run.logs / "sandbox.log",
+        log=run.logs / f"{name}.log",
         environment={**os.environ, TOKEN_VARIABLE: token},
         startup_timeout_s=SANDBOX_STARTUP_S,
         hang_timeout_s=hang_timeout_s,

@@ -108,6 +108,11 @@ def checkpoint_bytes(config: JobConfig, spec: ModelSpec) -> int:
     return (value_bytes(config) + _state_bytes(config)) * whole_model(spec).total
 
 
+def weights_bytes(config: JobConfig, spec: ModelSpec) -> int:
+    """Return the bytes of all weights on disk, without AdamW's state."""
+    return value_bytes(config) * whole_model(spec).total
+
+
 def _state_bytes(config: JobConfig) -> int:
     """Return the bytes of AdamW's state per parameter."""
     return 8 if config.model.dtype == "float32" else 12

@@ -12,8 +12,8 @@ from arpo_megatron.hardware.placement import Placement, gpus_for_both, takes_tur
 class NodeLayout:
     """Trainer ranks and engines on nodes, which are numbered from 0 in the order of the allocation.
 
-    Tool service, rollout process and router are on node 0. Engines are not a list but computed by `place`, because a
-    layout search makes thousands of layouts.
+    Rollout process and router are on node 0, tool services on one node after the other. Engines are not a list but
+    computed by `place`, because a layout search makes thousands of layouts.
     """
 
     nodes: int
@@ -27,6 +27,7 @@ class NodeLayout:
     engine_gpus: int
     colocated: bool
     """Whether engines and trainer ranks take turns on the same GPUs."""
+    tool_services: int = 1
 
     @property
     def engine_nodes(self) -> int:
@@ -65,7 +66,8 @@ class NodeLayout:
                 return "CPU"
             return f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
 
-        services = ["sandbox   node 0, CPU", "rollout   node 0, CPU"] if self.engines else []
+        last = min(self.tool_services, self.nodes)
+        services = [f"sandbox   {where(0, last)}, CPU", "rollout   node 0, CPU"] if self.engines else []
         lines = [
             *services,
             f"trainer   {where(0, self.trainer_nodes)}, {self.ranks_per_node} rank(s) each, "
@@ -89,6 +91,10 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
     Raises:
         UserError: the job does not fit, or nodes would have nothing to do.
     """
+    return replace(_lay_out(config, gpus_per_node, nodes), tool_services=config.sandbox.replicas)
+
+
+def _lay_out(config: JobConfig, gpus_per_node: int, nodes: int | None) -> NodeLayout:
     ranks, engine = config.parallel.world_size, config.engine
     gpus = 0 if config.platform == "cpu" else gpus_per_node
     if not gpus:

@@ -22,7 +22,7 @@ ROLLOUT_SOCKET = "ARPO_ROLLOUT_SOCKET"
 """Environment variable of the trainer: socket of the rollout process."""
 
 SANDBOX_URL = "ARPO_SANDBOX_URL"
-"""Environment variable of the trainer: URL of the tool service."""
+"""Environment variable of the trainer: URLs of the tool services, separated by spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Services:
     """Addresses of tool service, engines, rollout process and router."""
 
     sandbox_url: str
+    """URLs of the tool services, separated by spaces."""
     engine_urls: tuple[str, ...]
     rollout_socket: Path
     router_url: str | None = None

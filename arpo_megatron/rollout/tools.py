@@ -8,6 +8,7 @@ the call is executed again. That is safe: a search only reads, and a Python call
 import asyncio
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -24,17 +25,22 @@ class ToolBlockedError(SandboxError):
     """No call of a tool succeeds until its operator acts: the run must stop, or it loses every branch that calls it."""
 
 
+def service_of(trajectory_id: str, services: int) -> int:
+    """Return the index of the tool service for a trajectory, which follows from its task: the text before a slash."""
+    return zlib.crc32(trajectory_id.partition("/")[0].encode()) % services
+
+
 class ToolClient:
-    """Client of the tool service at `url` for one event loop. Use as `async with`.
+    """Client of a job's tool services for one event loop. Use as `async with`.
 
     Args:
-        url: http://host:port.
-        token: bearer token of the service; None if it needs none.
+        urls: http://host:port of each service, separated by spaces. All calls of a task go to one of them.
+        token: bearer token of the services; None if they need none.
         retry_for_s: time after a call's first failure during which it is retried (the service may be restarting).
     """
 
-    def __init__(self, url: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
-        self._client = AsyncSandboxClient(url, token)
+    def __init__(self, urls: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
+        self._clients = [AsyncSandboxClient(url, token) for url in urls.split()]
         self._retry_for_s = retry_for_s
         self.results = ResultCache()
         """Answers of deterministic tools."""
@@ -45,7 +51,8 @@ class ToolClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     async def select(self, names: Sequence[str] | None) -> tuple[ToolDefinition, ...]:
         """Return the tools that the policy may call, given `rollout.tools`; None: the default ones.
@@ -59,7 +66,7 @@ class ToolClient:
         give_up = time.monotonic() + self._retry_for_s
         while True:
             try:
-                return select_tools(names, await self._client.tools())
+                return select_tools(names, await self._clients[0].tools())
             except SandboxUnavailable:
                 if time.monotonic() >= give_up:
                     raise
@@ -88,12 +95,13 @@ class ToolClient:
             SandboxDenied: the service does not accept the request.
             ToolBlockedError: no call of the tool succeeds until its operator acts.
         """
+        client = self._clients[service_of(trajectory_id, len(self._clients))]
         request_id = uuid.uuid4().hex
         give_up, pause_s = float("inf"), _FIRST_PAUSE_S
         answer: ToolAnswer | None
         while True:
             try:
-                answer = await self._client.call(
+                answer = await client.call(
                     tool, arguments, trajectory_id=trajectory_id, timeout_s=timeout_s, request_id=request_id
                 )
                 if answer.failure == "none":

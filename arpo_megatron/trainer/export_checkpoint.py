@@ -24,7 +24,7 @@ from arpo_megatron.weights.export import write_hf
 
 
 def checkpoint_path(run: RunDirectory, step: str) -> Path:
-    """Return the checkpoint of a step, or the newest whole one; all ranks call it.
+    """Return the checkpoint or the weights of a step, or the newest whole checkpoint; all ranks call it.
 
     Raises:
         UserError: there is none, or that step's is damaged.
@@ -36,7 +36,7 @@ def checkpoint_path(run: RunDirectory, step: str) -> Path:
         if found.path is None:
             raise UserError(f"{run.path} has no checkpoint")
         return found.path
-    path = run.checkpoints / f"step_{step}"
+    path = next((found for found in run.stored(step) if found.is_dir()), run.checkpoints / f"step_{step}")
     if phrases := find_damage(path):
         raise UserError(f"{path} cannot be used: {phrases[0]}")
     return path

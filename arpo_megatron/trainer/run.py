@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from megatron.core import parallel_state
+
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.actor.checkpoint import CheckpointStore
@@ -26,6 +28,8 @@ from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.monitor.samples import sample_leaves
+from arpo_megatron.packing.balance import CostModel
+from arpo_megatron.packing.packs import rank_costs
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.endpoints import Services
 from arpo_megatron.rollout.messages import StaleEnginesError
@@ -45,6 +49,7 @@ from arpo_megatron.trainer.held_out import evaluation_due
 from arpo_megatron.trainer.metrics import count_entropy, pack_metrics, sampling_gap, speed_metrics, update_metrics
 from arpo_megatron.trainer.push import connect_engines, push_with_retries
 from arpo_megatron.trainer.setup import ActorSession
+from arpo_megatron.trainer.stragglers import RankTimes, Stragglers, own_node
 from arpo_megatron.utils.atomic import explain_disk_errors, write_json
 from arpo_megatron.utils.code_version import code_version
 from arpo_megatron.weights.export import export_hf
@@ -87,6 +92,11 @@ class TrainingRun:
     """Seconds of each phase in the present step."""
     phases: list[str] = field(default_factory=list)
     """Phases that have begun and not ended, the outermost first."""
+    stragglers: Stragglers = field(init=False)
+    """Times of all ranks from step to step, on rank 0."""
+
+    def __post_init__(self) -> None:
+        self.stragglers = Stragglers(self.session.directory.rank_times)
 
     @classmethod
     def start(cls, session: ActorSession) -> Self:
@@ -249,8 +259,11 @@ class TrainingRun:
         self.state.step += 1
         count_entropy(self.state.totals, updates)
         seconds, self.seconds = self.seconds, {}
-        memory = parallel.gather_objects(peak_memory_gb())
+        data_rank = parallel_state.get_data_parallel_rank()
+        own = RankTimes(own_node(), data_rank, seconds, self.actor.clock.take(), peak_memory_gb())
+        times = parallel.gather_objects(own)
         if self.controller is not None and session.metrics is not None:
+            slowness, slow = self._stragglers(times, batches)
             row = {
                 "step": self.step,
                 **self.controller.finish_step(trees, trained_trees(batches, old_outputs), self.state.totals),
@@ -259,7 +272,8 @@ class TrainingRun:
                 **pack_metrics(batches, self.actor.spec, config),
                 **update_metrics(updates),
                 **speed_metrics(batches, self.actor.spec, config, seconds),
-                "memory_peak_gb": max(memory),
+                "memory_peak_gb": max(rank.memory_gb for rank in times),
+                "slowest_rank": slowness,
                 "number_format": number_format(config.model),
                 **({"held_out_success": self.state.success[evaluated]} if evaluated in self.state.success else {}),
                 **{f"seconds/{name}": round(value, 3) for name, value in seconds.items()},
@@ -269,6 +283,8 @@ class TrainingRun:
                 leaves = sample_leaves(trees, self.controller.decode, self.step, config.monitor.wandb_samples)
                 session.metrics.wandb.log_samples(self.step, leaves)
             session.events.emit("step", steps=config.train.steps, **row)
+            if slow:
+                session.note(slow)
         session.end_profile(self.step)
         session.log_saves()
         if self.step < config.train.steps:
@@ -276,8 +292,14 @@ class TrainingRun:
         if self._save_due():
             with self.phase("save"):  # its seconds count for the next step
                 self.save()
+        session.save_weights(self.step)
         if session.stopping():
             session.stop(self.step, self.save)
+
+    def _stragglers(self, times: Sequence[RankTimes], batches: Sequence[Batch]) -> tuple[float | None, str]:
+        cost, ranks = CostModel.of(self.actor.spec), self.config.parallel.data
+        packs = [pack for batch in batches for pack in batch.packs]
+        return self.stragglers.add(self.step, times, rank_costs(packs, ranks, cost))
 
     def _save_due(self) -> bool:
         train = self.config.train

@@ -14,6 +14,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import optimizer_name
+from arpo_megatron.actor.training_state import WeightsOnly
 from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
@@ -53,6 +54,8 @@ class ActorSession:
     profiler: StepProfiler
     closing: ExitStack
     """Closes the session's resources; whatever a phase adds to it is closed first."""
+    weights: CheckpointStore | None = None
+    """Weights without the optimizer (`train.weights_every`)."""
 
     def note(self, text: str) -> None:
         """Log a line for the user."""
@@ -77,15 +80,22 @@ class ActorSession:
         """Start to write the checkpoint of `step`; see `CheckpointStore.save`."""
         self.checkpoints.save(step, self.actor, state, files)
 
+    def save_weights(self, step: int) -> None:
+        """Start to write the weights alone, if `train.weights_every` is set and this step is due."""
+        every = self.config.train.weights_every
+        if self.weights is not None and every and step % every == 0:
+            self.weights.save(step, WeightsOnly(self.actor.chunks), {"step": step})
+
     def log_saves(self, *, wait: bool = False) -> bool:
         """Log the saves that failed since the last call; with `wait`, finish the one in flight first.
 
         Returns:
             Whether none has failed.
         """
-        if wait:
-            self.checkpoints.finish()
-        failed = [report for report in self.checkpoints.reports() if report.error]
+        stores = [store for store in (self.checkpoints, self.weights) if store is not None]
+        for store in stores if wait else ():
+            store.finish()
+        failed = [report for store in stores for report in store.reports() if report.error]
         for report in failed:
             self.note(str(report))
         return not failed
@@ -199,7 +209,7 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
     def note(text: str) -> None:
         events.emit("note", text=text)
 
-    start = start_model(config, directory, phase)
+    start, weights = start_model(config, directory, phase), None
     train = config.train
     if phase == "sft":
         optimizer, updates = config.sft.optimizer, config.sft.steps
@@ -213,6 +223,8 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
             lambda paths: best_checkpoints(paths, directory.held_out, train.keep_best),
             log=note,
         )
+        if train.weights_every and training:
+            weights = CheckpointStore(directory.weights, 1, keep_every=1, log=note, group="weights")
     actor = Actor(
         config,
         ModelSpec.from_hf(start),
@@ -234,7 +246,9 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
         parallel.rank(),
     )
     closing.callback(profiler.close)
-    return ActorSession(config, directory, phase, start, actor, checkpoints, events, metrics, profiler, closing)
+    return ActorSession(
+        config, directory, phase, start, actor, checkpoints, events, metrics, profiler, closing, weights
+    )
 
 
 def _close_metrics(metrics: MetricsLog, events: EventLog) -> None:

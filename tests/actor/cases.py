@@ -15,6 +15,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.microbatch import MicroBatches
 from arpo_megatron.actor.schedule import nested_order
+from arpo_megatron.actor.training_state import TrainingSnapshot, WeightsOnly
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.models.spec import ModelSpec, MoESpec
@@ -146,7 +147,15 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
 
 def save(actor: Actor, directory: Path) -> None:
     """Write the state to an existing empty directory; all ranks call it, and it returns when everything is written."""
-    taken = actor.snapshot(directory)
+    _write(actor.snapshot(directory))
+
+
+def save_weights(actor: Actor, directory: Path) -> None:
+    """Write the weights alone, like `save`."""
+    _write(WeightsOnly(actor.chunks).snapshot(directory))
+
+
+def _write(taken: TrainingSnapshot) -> None:
     written = parallel.gather_objects(taken.write()[0])
     if parallel.is_rank_zero():
         taken.finish(written)

@@ -68,10 +68,13 @@ def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
 
 
 def save(actor: Actor, directory: Path) -> None:
+    alone = directory.with_suffix(".weights")
     if parallel.is_rank_zero():
         directory.mkdir()
-    parallel.broadcast_object(None)  # after the directory is there
+        alone.mkdir()
+    parallel.broadcast_object(None)  # after the directories are there
     cases.save(actor, directory)
+    cases.save_weights(actor, alone)
 
 
 def main(root: Path, layouts: dict[str, list[str]]) -> None:

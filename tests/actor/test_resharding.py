@@ -49,6 +49,10 @@ def runs(request, one_rank, tmp_path_factory):
             exported = load_file(root / f"{name}.hf" / "model.safetensors")
             assert list(weights) == list(hf_shapes(resharding.SPECS[kind]))
             found[kind][name]["stored"] = {key: torch.equal(weights[key], exported[key]) for key in exported}
+            alone = dict(stored_tensors(root / f"{name}.weights", resharding.SPECS[kind], "float32"))
+            found[kind][name]["alone"] = {key: torch.equal(weights[key], alone[key]) for key in weights}
+            sizes = [sum(file.stat().st_size for file in (root / each).iterdir()) for each in (f"{name}.weights", name)]
+            found[kind][name]["bytes"] = sizes[0] / sizes[1]
     return expected, found
 
 
@@ -91,3 +95,5 @@ def test_layouts_resume_from_checkpoints_of_each_other_and_one_rank_from_all(run
 def test_one_process_reads_the_weights_that_any_layout_exports_and_saves(runs, kind):
     for result in runs[1][kind].values():
         assert result["stored"] and all(result["stored"].values())
+        assert result["alone"] and all(result["alone"].values())
+        assert result["bytes"] < 0.5, "weights without the optimizer"

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK
+from arpo_megatron.cluster.backend import MAKE_SCRATCH, SERVICE, TASK, SlurmBackend
+from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.plan.node_layout import lay_out_nodes
+from tests.cluster.stand_in import profile
 from tests.cluster.test_supervise import NOBODYS
 
 
@@ -54,3 +59,14 @@ def test_steps_ignore_slurms_signals(task: str, ends_on_term: int) -> None:
             step.stdin.write(word)
             step.stdin.close()
             assert step.wait(30) == code
+
+
+def test_tool_services_are_on_one_node_after_the_other(tmp_path: Path) -> None:
+    overrides = ["platform=cpu", "parallel.data=3", "sandbox.replicas=4"]
+    layout = lay_out_nodes(resolve.resolve("quickstart", overrides=overrides), 8, 3)
+    nodes = [Node(f"n{index}", f"127.0.0.1{index}") for index in range(3)]
+    backend = SlurmBackend(profile(), layout, nodes, RunDirectory(tmp_path), "7")
+    hosts = [backend.host(f"sandbox-{index}") for index in range(4)]
+    assert hosts == ["127.0.0.10", "127.0.0.11", "127.0.0.12", "127.0.0.10"]
+    assert backend.host("rollout") == backend.host("router") == "127.0.0.10"
+    assert layout.describe()[0] == "sandbox   nodes 0 to 2, CPU"

@@ -13,7 +13,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from arpo_megatron.models.tiny import generated_tokenizer, train_bpe
-from arpo_megatron.rollout.tools import ToolBlockedError, ToolClient
+from arpo_megatron.rollout.tools import ToolBlockedError, ToolClient, service_of
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.tags.calls import RESULT_FRAME
 from arpo_megatron.utils.ports import free_ports
@@ -200,3 +200,38 @@ def test_large_result_is_cut_before_tokenization() -> None:
     assert codec.decode(ids) == RESULT_FRAME.text(answer[: 500 - len(empty)])
     assert codec.decode(ids)[middle:].startswith("line 0\nline 1\n")
     assert encoded < 100_000
+
+
+def test_calls_of_a_task_go_to_one_of_several_services() -> None:
+    """Two servers that count calls; the calls of a tree's paths share the service of their task."""
+    asked: list[set[str]] = [set(), set()]
+
+    async def server(index: int) -> web.AppRunner:
+        async def answer(request: web.Request) -> web.Response:
+            asked[index].add((await request.json())["trajectory_id"])
+            return web.json_response({"text": "1", "status": "ok", "seconds": 0.0, "cached": False})
+
+        app = web.Application()
+        app.router.add_post("/call", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def run() -> None:
+        runners = [await server(index) for index in range(2)]
+        try:
+            urls = " ".join(f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners)
+            async with ToolClient(urls) as client:
+                for task in range(20):
+                    for path in ("0", "0/1"):
+                        await client.call("python", {"code": "1"}, trajectory_id=f"q{task}/{path}", timeout_s=5.0)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    asyncio.run(run())
+    tasks = [{each.partition("/")[0] for each in one} for one in asked]
+    assert len(tasks[0] & tasks[1]) == 0 and min(map(len, tasks)) >= 4
+    assert [len(one) for one in asked] == [2 * len(each) for each in tasks]
+    assert tasks[1] == {f"q{number}" for number in range(20) if service_of(f"q{number}/0", 2) == 1}

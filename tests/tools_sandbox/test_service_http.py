@@ -22,6 +22,7 @@ import requests
 
 from tests.tools_sandbox.helpers.services import metric, running, running_calls, wait_until
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient, SandboxDenied, SandboxUnavailable
+from tools_sandbox.config import Limits, SandboxConfig
 
 StartService = Callable[..., Any]
 UNIQUE = {"code": "import time, uuid; time.sleep(0.4); uuid.uuid4()"}
@@ -283,3 +284,15 @@ def test_log_is_json_lines_without_arguments(service: Any, client: SandboxClient
     assert (call["tool"], call["status"]) == ("python", "ok")
     assert {"time", "level", "event"} <= set(lines[0])
     assert "a secret word" not in service.stderr()
+
+
+def test_python_calls_share_a_limit_of_memory() -> None:
+    """Room for one call: the second waits until the first has ended."""
+    limits = {"memory_mib": 512, "total_memory_mib": 1000}
+    with running({"limits": limits, "max_concurrency": 8}) as service, ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(post, service, arguments=sleeping(seconds)) for seconds in (1.0, 1.1)]
+        wait_until(lambda: waiting_calls(service) == 1)
+        assert [call.result().json()["status"] for call in calls] == ["ok", "ok"]
+    assert SandboxConfig(max_concurrency=8).slots("python") == 8
+    config = SandboxConfig(limits=Limits(memory_mib=512, total_memory_mib=1000), max_concurrency=8)
+    assert (config.slots("python"), config.slots("search")) == (1, 8)

@@ -127,7 +127,7 @@ class ToolService:
         if waiting < self._config.max_waiting:
             log.warning("max_waiting: only %d per tool, since the limit of open files is low (ulimit -Hn)", waiting)
         for name, tool in self.tools.items():
-            self._queues[name] = FairQueue(slots, waiting)
+            self._queues[name] = FairQueue(self._config.slots(name), waiting)
             if not tool.in_worker:
                 await tool.start()
                 self._started.append(tool)

@@ -23,7 +23,7 @@ from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
 from arpo_megatron.models.known import load_spec
-from arpo_megatron.plan.memory import checkpoint_bytes
+from arpo_megatron.plan.memory import checkpoint_bytes, weights_bytes
 
 ROUTER_PIN = "0.3.2"
 TE_VERSIONS = ((2, 9), (2, 12))
@@ -232,13 +232,22 @@ def check_disk(config: JobConfig, run: RunDirectory) -> CheckResult:
             "disk", f"{free / 1e9:.1f} GB are free at {place}; the size of checkpoints is not known", str(error)
         )
     count, there = _checkpoints(config, run)
-    wanted = max(checkpoint * (count + 1) - there, checkpoint) + _SPARE_BYTES
+    wanted = max(checkpoint * (count + 1) - there, checkpoint) + _weights_bytes(config, run) + _SPARE_BYTES
     text = f"{free / 1e9:.1f} GB are free at {place}, {wanted / 1e9:.1f} GB are needed for checkpoints"
     text += f" in addition to the {there / 1e9:.1f} GB of this run" if there else ""
     if free < wanted:
         fewer = "" if config.sft_only else "keep fewer (train.keep_checkpoints, train.keep_best, train.keep_every), "
         return failure("disk", text, f"make room, {fewer}or set `runs` to another filesystem")
     return ok("disk", text)
+
+
+def _weights_bytes(config: JobConfig, run: RunDirectory) -> int:
+    """Return the bytes of weights without an optimizer that the run still stores (`train.weights_every`)."""
+    every = config.train.weights_every
+    if config.sft_only or not every:
+        return 0
+    left = config.train.steps // every - len(checkpoint_directories(run.weights))
+    return max(0, left) * weights_bytes(config, load_spec(config.model))
 
 
 def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
