@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arpo_megatron.cli.options import next_command
+from arpo_megatron.cli.options import ClusterOfRun, next_command
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RUNS
@@ -73,11 +73,19 @@ def metrics(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Directory of runs.")] = RUNS,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Directory of runs; default: runs, or that of --cluster.")
+    ] = None,
+    cluster: ClusterOfRun = None,
 ) -> None:
     """List the runs in a directory: method, state, step, held-out success, time of the last event."""
     from arpo_megatron.cli.look import run_rows
+    from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.cluster.ssh import run_on_login_node
 
+    run_on_login_node(cluster, "list", "runs", None if folder is None else str(folder))
+    if folder is None:
+        folder = RUNS if cluster is None else load_profile(cluster).runs.expanduser()
     rows = run_rows(folder)
     if not rows:
         raise UserError(f"{folder} has no runs: start one with `arpo demo`")

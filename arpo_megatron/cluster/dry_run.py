@@ -6,8 +6,9 @@ from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.plan.traffic import step_traffic
 from arpo_megatron.utils.heartbeat import interval_s
 
-_OTHERS = 2
-"""Ports of the first node besides its engines, tool services and the router: rollout process, the ranks' rendezvous."""
+_OTHERS = 3
+"""Ports of the first node besides engines, tool services and the router: rollout process, the ranks' rendezvous, the
+job's metrics."""
 _ROUTER = 2
 _METADATA = 3
 """Files of a checkpoint next to those of the ranks."""

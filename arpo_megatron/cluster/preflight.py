@@ -167,7 +167,7 @@ def judge_speeds(backend: SlurmBackend, reports: Sequence[Report]) -> list[tuple
         found.append((everywhere, warning("disk speed", text, "look at the filesystem, or measure it again")))
     else:
         found.append((everywhere, ok("disk speed", text)))
-    longest_s = longest_step_s(backend.run.path / "metrics.jsonl")
+    longest_s = longest_step_s(backend.run.metrics)
     if longest_s:
         save_s = checkpoint_bytes(config, load_spec(on_host(config, profile).model)) / GB / together
         found.append((everywhere, _judge_signal(profile.signal_s, longest_s, save_s)))

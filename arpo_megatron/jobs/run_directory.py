@@ -74,6 +74,11 @@ class RunDirectory:
         return self.path / "ranks.jsonl"
 
     @property
+    def metrics(self) -> Path:
+        """Numbers of each step (JSONL)."""
+        return self.path / "metrics.jsonl"
+
+    @property
     def events(self) -> Path:
         """Events for the terminal: phases, notes, errors (JSONL)."""
         return self.path / "events.jsonl"

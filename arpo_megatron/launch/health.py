@@ -64,15 +64,21 @@ def write_health(path: Path, processes: Sequence[ServiceHealth]) -> None:
     write_json(path, {"host": socket.gethostname(), "pid": os.getpid(), "processes": rows})
 
 
-def write_scrape_targets(path: Path, processes: Sequence[ServiceHealth]) -> None:
-    """Write the engines and the tool service as targets of Prometheus' file_sd. Raises OSError if the disk refuses it.
+def write_scrape_targets(path: Path, processes: Sequence[ServiceHealth], trainer: str = "") -> None:
+    """Write engines, tool services and the trainer as targets of Prometheus' file_sd, labelled `run` and `service`.
 
-    The labels are `run` and `service`.
+    Args:
+        path: file to write.
+        processes: health of the services.
+        trainer: URL with the trainer's metrics; "" if there is none.
+
+    Raises:
+        OSError: the disk refuses the file.
     """
+    found = [(each.name, each.url) for each in processes if each.url and each.name.startswith(_WITH_METRICS)]
     rows = [
-        {"targets": [urlsplit(each.url).netloc], "labels": {"run": path.parent.name, "service": each.name}}
-        for each in processes
-        if each.url and each.name.startswith(_WITH_METRICS)
+        {"targets": [urlsplit(url).netloc], "labels": {"run": path.parent.name, "service": name}}
+        for name, url in [*found, *([("trainer", trainer)] if trainer else [])]
     ]
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(rows), encoding="utf-8")

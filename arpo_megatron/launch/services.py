@@ -4,7 +4,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.hangs import watched_ranks
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.trainer_metrics import trainer_metrics
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
@@ -74,7 +75,13 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
     """
     config, run, supervisor, backend = job.config, job.run, job.supervisor, job.backend
     hang_timeout_s, token = config.engine.hang_timeout_s, secrets.token_urlsafe(32)
-    with backend.scratch() as scratch, supervisor.serving(run, restarts=config.engine.restarts):
+    with ExitStack() as stack:
+        scratch = stack.enter_context(backend.scratch())
+        trainer = ""
+        if pushes:
+            (port,) = backend.ports("trainer", 1)
+            trainer = stack.enter_context(trainer_metrics(run.metrics, backend.host("trainer"), port))
+        stack.enter_context(supervisor.serving(run, restarts=config.engine.restarts, trainer=trainer))
         sizes = config.engine if pushes else replace(config.engine, quantization="none")
         engines = [_engine(job, model, sizes, index, scratch, token) for index in range(sizes.replicas)]
         sandbox_token = _sandbox_token()

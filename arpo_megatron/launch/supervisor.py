@@ -189,14 +189,15 @@ class Supervisor:
             raise self._services.failure
 
     @contextmanager
-    def serving(self, run: RunDirectory, *, restarts: int) -> Iterator[None]:
+    def serving(self, run: RunDirectory, *, restarts: int, trainer: str = "") -> Iterator[None]:
         """Inside the block, `serve` starts services and `run.health` shows them; all services end with the block.
 
         Args:
             run: its event log gets every restart, and `run.health` every change.
             restarts: of all services together within `RESTARTS_WITHIN_S`, before the job ends.
+            trainer: URL with the trainer's metrics, for Prometheus; "" if there is none.
         """
-        self._services = services = _Services(run, restarts, lambda: [each.health() for each in self.running])
+        self._services = services = _Services(run, restarts, trainer, lambda: [each.health() for each in self.running])
         try:
             yield
         finally:
@@ -227,7 +228,9 @@ class Supervisor:
 class _Services:
     """The services of a job. A thread for each starts it, probes it, and starts it again."""
 
-    def __init__(self, run: RunDirectory, restarts: int, others: Callable[[], list[ServiceHealth]]) -> None:
+    def __init__(
+        self, run: RunDirectory, restarts: int, trainer: str, others: Callable[[], list[ServiceHealth]]
+    ) -> None:
         self.failure: ProcessDiedError | None = None
         self._services: list[SupervisedProcess] = []
         self._threads: list[threading.Thread] = []
@@ -236,7 +239,7 @@ class _Services:
         self._events = EventLog(run.events)
         self._ending = threading.Event()
         self._starting = threading.Lock()
-        self._health, self._targets = run.health, run.scrape_targets
+        self._health, self._targets, self._trainer = run.health, run.scrape_targets, trainer
         self._others, self._writing = others, threading.Lock()
 
     def write_health(self) -> None:
@@ -244,7 +247,7 @@ class _Services:
         with self._writing, suppress(OSError):  # a full disk must not end what keeps the job alive
             services = [each.health() for each in self._services]
             write_health(self._health, [*services, *self._others()])
-            write_scrape_targets(self._targets, services)
+            write_scrape_targets(self._targets, services, self._trainer)
 
     def start(self, spec: ServiceSpec) -> SupervisedProcess:
         """Start a service in its thread."""

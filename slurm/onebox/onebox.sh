@@ -104,14 +104,14 @@ start() {
   export SLURM_CONF="$dir/slurm.conf"
   slurmctld -c
   for index in $(seq 1 "$NODES"); do slurmd -N "n$index"; done
-  for _ in $(seq 150); do
+  for _ in $(seq $((130 + 10 * NODES))); do  # tenths of a second
     ready=$(sinfo -h -N -p batch -t idle -o %N 2>/dev/null | wc -l)
     [ "$ready" = "$NODES" ] && { echo "export SLURM_CONF=$SLURM_CONF"; return; }
     sleep 0.1
   done
   tail -n 5 "$dir"/log/*.log >&2
   stop "$dir"
-  fail "the nodes did not come up within 15 s (are the ports $PORT to $((PORT + NODES)) free?); logs in $dir/log"
+  fail "the nodes did not come up within $((13 + NODES)) s (are the ports $PORT to $((PORT + NODES)) free?); logs in $dir/log"
 }
 
 stop() {

@@ -2,11 +2,16 @@
 
 import json
 import re
+import urllib.error
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from arpo_megatron.launch.health import ServiceHealth, write_scrape_targets
+from arpo_megatron.launch.trainer_metrics import render, trainer_metrics
 from tools_sandbox.service.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,11 +23,25 @@ def test_services_with_metrics_are_listed(tmp_path: Path) -> None:
 
     file = tmp_path / "prometheus.json"
     names = ("engine-0", "sandbox", "router", "rollout")
-    write_scrape_targets(file, [service(name, f"http://10.0.0.{number}:99") for number, name in enumerate(names)])
+    services = [service(name, f"http://10.0.0.{number}:99") for number, name in enumerate(names)]
+    write_scrape_targets(file, services, "http://10.0.0.9:98")
     assert json.loads(file.read_text()) == [
         {"targets": ["10.0.0.0:99"], "labels": {"run": tmp_path.name, "service": "engine-0"}},
         {"targets": ["10.0.0.1:99"], "labels": {"run": tmp_path.name, "service": "sandbox"}},
+        {"targets": ["10.0.0.9:98"], "labels": {"run": tmp_path.name, "service": "trainer"}},
     ]
+
+
+def test_trainer_answers_with_the_numbers_of_the_last_whole_row(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert render(metrics) == ""
+    first, last = {"step": 1}, {"step": 2, "seconds/update": 1.5, "number_format": "float32", "logprob_gap": None}
+    metrics.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n" + '{"step": 3, "rew')
+    lines = "# TYPE arpo_step gauge\narpo_step 2\n# TYPE arpo_seconds_update gauge\narpo_seconds_update 1.5\n"
+    with trainer_metrics(metrics, "127.0.0.1", 0) as url:
+        assert urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode() == lines
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/else", timeout=10)
 
 
 def shown(panel: dict[str, Any]) -> str:
