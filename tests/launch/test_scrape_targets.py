@@ -64,3 +64,7 @@ def test_dashboard_shows_metrics_that_the_services_have() -> None:
     engine = "".join(path.read_text() for path in sources)
     assert len(asked) == 9
     assert [name for name in asked if name not in there and f'"{name}"' not in engine] == []
+    documented = (ROOT / "docs" / "reference" / "run-directory.md").read_text()
+    of_the_trainer = {name for panel in panels for name in re.findall(r"arpo_(\w+)\{", shown(panel))}
+    assert of_the_trainer == {"success", "slowest_rank"}
+    assert all(f"| `{name}` |" in documented for name in of_the_trainer)
