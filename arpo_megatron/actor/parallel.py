@@ -199,9 +199,18 @@ def _threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
+def data_rank() -> int:
+    """Return the index of this rank's model replica among the data-parallel ones."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_rank())
+
+
 def _pci_address() -> str:
-    """Return the PCI address of this rank's GPU, as 0000:3b:00.0."""
-    gpu = torch.cuda.get_device_properties(device())
+    """Return the PCI address of this rank's GPU, as 0000:3b:00.0; empty if torch does not know it."""
+    gpu: Any = torch.cuda.get_device_properties(device())
+    if not hasattr(gpu, "pci_bus_id"):
+        return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from megatron.core import parallel_state
-
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, PolicyOutputs
 from arpo_megatron.actor.checkpoint import CheckpointStore
@@ -259,8 +257,7 @@ class TrainingRun:
         self.state.step += 1
         count_entropy(self.state.totals, updates)
         seconds, self.seconds = self.seconds, {}
-        data_rank = parallel_state.get_data_parallel_rank()
-        own = RankTimes(own_node(), data_rank, seconds, self.actor.clock.take(), peak_memory_gb())
+        own = RankTimes(own_node(), parallel.data_rank(), seconds, self.actor.clock.take(), peak_memory_gb())
         times = parallel.gather_objects(own)
         if self.controller is not None and session.metrics is not None:
             slowness, slow = self._stragglers(times, batches)
