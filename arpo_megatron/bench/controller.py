@@ -123,7 +123,7 @@ async def run_controller(
         callbacks = stack.enter_context(_timed_callbacks(clock))
         async with (
             EngineClient(*urls, streams=True, request_timeout_s=DEADLINE_S) as client,
-            AdmissionGate(client) as gate,
+            AdmissionGate(client, codec) as gate,
         ):
             tools = SimulatedTools(TOOL_S, LATENCIES["lognormal"])
             pool = new_pool(client, tools, codec, policy, 1, gate)

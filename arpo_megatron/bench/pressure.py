@@ -106,7 +106,11 @@ async def _need(url: str, codec: TokenizerCodec) -> int:
 async def _alternate(url: str, codec: TokenizerCodec, steps: int, *, progress: bool) -> dict[str, PressureRun]:
     free, held = PressureRun(), PressureRun()
     streams = streams_entropies()
-    async with EngineClient(url) as plain, EngineClient(url, streams=streams) as client, AdmissionGate(client) as gate:
+    async with (
+        EngineClient(url) as plain,
+        EngineClient(url, streams=streams) as client,
+        AdmissionGate(client, codec) as gate,
+    ):
         for step in range(1, steps + 1):
             for run, engine, admission in ((free, plain, None), (held, client, gate)):
                 began = time.monotonic()

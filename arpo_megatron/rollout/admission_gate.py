@@ -18,6 +18,7 @@ from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.admission import KvAdmission
 from arpo_megatron.rollout.admission_state import AdmissionFigures, PathId
 from arpo_megatron.rollout.node import Node
+from arpo_megatron.tasks.protocols.base import TextCodec
 from arpo_megatron.tree import Role
 
 SPARE_REQUESTS = 1.125
@@ -25,8 +26,8 @@ SPARE_REQUESTS = 1.125
 
 _PROBE_TOKENS = (16, 1024)
 """Prefixes whose prefill is timed when the gate opens; the difference excludes the fixed cost of a request."""
-_PROBE_IDS = 200
-"""Token ids below this one, which every vocabulary has."""
+_PROBE_TEXT = "What is 20 + 31? Look up the answer, then compute it in 4 steps; w5 w6 w7 w8 w9"
+"""Text whose tokens, drawn at random, are the prefixes: any other ids could be missing in a small vocabulary."""
 _UNLIMITED = EngineCapacity(tokens=2**50, requests=2**40)
 
 
@@ -55,10 +56,12 @@ class AdmissionGate:
 
     Args:
         engine: client of the engines.
+        codec: the tokenizer, for prefixes whose prefill is timed. None: paths are never released.
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, codec: TextCodec | None = None) -> None:
         self.engine = engine
+        self._probe_ids = [] if codec is None else sorted(set(codec.encode(_PROBE_TEXT)))
         self.admission = KvAdmission()
         self.granted: dict[PathId, asyncio.Future[int]] = {}
         self.urls: list[str] = []
@@ -93,13 +96,15 @@ class AdmissionGate:
 
         It is infinite if an engine does not compute the probes.
         """
+        if len(self._probe_ids) < 2:
+            return math.inf
         clock, draw = asyncio.get_running_loop().time, np.random.default_rng()
         small, large = (min(length, tokens // 4) for length in _PROBE_TOKENS)
         best = {small: math.inf, large: math.inf}
         try:
             for length in 2 * (small, large):  # the first of each warms the engine up
                 began = clock()
-                await self.engine.prefill(draw.integers(3, _PROBE_IDS, length).astype(np.int32))
+                await self.engine.prefill(draw.choice(self._probe_ids, length).astype(np.int32))
                 best[length] = min(best[length], clock() - began)
         except (EngineRefusedError, EngineUnavailableError):
             return math.inf

@@ -146,7 +146,7 @@ class Session:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)
-        async with engine, tools, parse, AdmissionGate(engine) as admission:
+        async with engine, tools, parse, AdmissionGate(engine, codec) as admission:
             pool = TreePool(
                 engine,
                 tools,

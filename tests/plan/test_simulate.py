@@ -128,7 +128,7 @@ def test_prefill_and_evictions_agree_with_a_real_engine(tmp_path: Path, admissio
             await client.pause()
             client.resume(0)
             before = _evicted(url)
-            async with AdmissionGate(client) if admission == "kv" else nullcontext() as gate:
+            async with AdmissionGate(client, codec) if admission == "kv" else nullcontext() as gate:
                 report = await pressure._step(client, codec, 1, gate)
             return report, times, _evicted(url) - before
 
