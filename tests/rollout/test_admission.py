@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 
 import pytest
@@ -260,3 +261,30 @@ def test_trees_grow_as_without_admission(scripted_engine: Start, capacity: Engin
         assert [segment.token_ids.tolist() for segment in one.segments] == [
             segment.token_ids.tolist() for segment in other.segments
         ]
+
+
+def test_timed_prefixes_are_tokens_of_the_vocabulary(scripted_engine: Start) -> None:
+    """An engine that gets an id beyond its embedding dies."""
+
+    class FiveTokens:
+        """Knows five letters; any other character is token 4."""
+
+        def encode(self, text: str) -> list[int]:
+            return ["aeio".find(character) % 5 for character in text]
+
+        encode_plain = encode
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            raise AssertionError("nothing is decoded")
+
+    engine = scripted_engine(ScriptedEngine(lambda _text: "", capacity=EngineCapacity(8000, 4)))
+
+    async def run() -> None:
+        async with EngineClient(engine.url) as client, AdmissionGate(client, FiveTokens()) as gate:
+            while not gate.urls:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    prefixes = [request["input_ids"] for request in engine.requests]
+    assert {len(prefix) for prefix in prefixes} == {16, 1024}
+    assert {token for prefix in prefixes for token in prefix} == set(range(5))
