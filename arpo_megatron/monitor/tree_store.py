@@ -292,9 +292,15 @@ def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | Non
         "flat_tokens": tree.flat_tokens,
         "dropped": item.dropped,
         "replayed": item.replayed,
-        "lost": None if tree.lost is None else json.dumps({name: tree.to_dict()[name] for name in _LOST}),
+        "lost": _lost_json(tree),
         "segments": [_segment(segment, decode, own) for segment, own in zip(tree.segments, logprobs, strict=True)],
     }
+
+
+def _lost_json(tree: RolloutTree) -> str | None:
+    """Return what weights of trees with failed calls need; None if there is nothing."""
+    data = tree.to_dict()
+    return json.dumps({name: data[name] for name in _LOST}) if any(data[name] for name in _LOST) else None
 
 
 def _segment(segment: Segment, decode: Decode, trainer_logprobs: NDArray[np.float64] | None) -> dict[str, Any]:
