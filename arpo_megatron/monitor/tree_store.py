@@ -299,8 +299,10 @@ def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | Non
 
 def _lost_json(tree: RolloutTree) -> str | None:
     """Return what weights of trees with failed calls need; None if there is nothing."""
+    if tree.lost is None and not tree.needs and not tree.answered_shares:
+        return None
     data = tree.to_dict()
-    return json.dumps({name: data[name] for name in _LOST}) if any(data[name] for name in _LOST) else None
+    return json.dumps({name: data[name] for name in _LOST})
 
 
 def _segment(segment: Segment, decode: Decode, trainer_logprobs: NDArray[np.float64] | None) -> dict[str, Any]:
