@@ -17,7 +17,8 @@ from typing import Any, Self
 import psutil
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.jobs.run_directory import RunDirectory, next_path
+from arpo_megatron.jobs.choose_run import next_path
+from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import run_job
 
 TOLERANCE = 0.03

@@ -6,7 +6,7 @@ from arpo_megatron.cluster.slurm_checks import cluster_checks
 from arpo_megatron.cluster.submit import prepare_submission
 from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.placement import gpu_count
-from arpo_megatron.jobs import run_directory
+from arpo_megatron.jobs import choose_run
 from arpo_megatron.jobs.inputs import check_files, check_inputs
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import check_local_all_reduce
@@ -37,7 +37,7 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
         checks += [("python", check_python), *cluster_checks(profile)]
     checks.append(("clock", lambda: check_clock(runs)))
     if config is not None:
-        run = RunDirectory(run_directory.next_path(config, runs))
+        run = RunDirectory(choose_run.next_path(config, runs))
         checks += job_checks(config, run, profile.secrets if profile else {})
         checks.append(("recipe", lambda: _check_recipe(config, profile)))
     return show(run_checks(checks, LOCAL_CHECK_S, len(checks) * LOCAL_CHECK_S))

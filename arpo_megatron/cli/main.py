@@ -37,7 +37,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.config.yaml import yaml_text
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 
 if TYPE_CHECKING:
     from arpo_megatron.plan import Hardware
@@ -300,7 +300,7 @@ def _print_plan(config: JobConfig) -> None:
     check_inputs(config)
     print(yaml_text(dump_config(config)), end="")
     parallel, train = config.parallel, config.train
-    print(f"# plan: a new run in {run_directory.next_path(config)}")
+    print(f"# plan: a new run in {choose_run.next_path(config)}")
     print("#   sandbox  python -m tools_sandbox")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")

@@ -21,7 +21,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
-from arpo_megatron.jobs import run_directory
+from arpo_megatron.jobs import choose_run, run_directory
 from arpo_megatron.utils.atomic import write_json
 
 _NUMBER_AND_COUNT = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("SLURM_PROCID", "SLURM_NTASKS"))
@@ -114,7 +114,7 @@ def run_on_allocation(config: JobConfig, *, resume: bool) -> None:
     submission = prepare_submission(config, profile, nodes=nodes_of_executor(), resume=resume)
     run = submission.run
     if not resume:
-        run_directory.fresh(submission.config)
+        choose_run.fresh(submission.config)
     save_config(submission.config, run.config)
     run.logs.mkdir(exist_ok=True)
     run.submissions.mkdir(exist_ok=True)

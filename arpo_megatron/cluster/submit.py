@@ -28,7 +28,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GIB
-from arpo_megatron.jobs import run_directory
+from arpo_megatron.jobs import choose_run, run_directory
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan import plan
@@ -76,9 +76,9 @@ def prepare_submission(
     before, config = config, with_placement(config, layout)
     auto = no_longer_auto(before, config)
     base = profile.runs.expanduser().absolute()
-    path = config.run_dir or run_directory.next_path(config, base)
+    path = config.run_dir or choose_run.next_path(config, base)
     if resume:
-        path = run_directory.existing(config, base).path
+        path = choose_run.existing(config, base).path
     path = path.expanduser().absolute()
     _check_path("the run directory", path)
     _check_path("python:", _python(profile))
@@ -186,7 +186,7 @@ def _submit_chain(submission: Submission, code: Code) -> list[str]:
     jobs: list[str] = []
     try:
         if not submission.resume:
-            run_directory.fresh(submission.config)
+            choose_run.fresh(submission.config)
         save_config(submission.config, run.config)
         run.submissions.mkdir(exist_ok=True)
         run.logs.mkdir(exist_ok=True)  # Slurm does not create it

@@ -11,7 +11,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.hardware.environment import trainer_environment
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
@@ -39,7 +39,7 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
     """
     check_inputs(config)
     webhook_url(config.monitor)
-    run = run_directory.existing(config) if resume else run_directory.fresh(config)
+    run = choose_run.existing(config) if resume else choose_run.fresh(config)
     with hold_run(config, run) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
         EventLog(run.events).emit("note", text=f"code: {code_version()}")

@@ -11,7 +11,7 @@ from typing import Self
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.studies.designs import RECIPE, Design, arm_recipe
 
@@ -102,7 +102,7 @@ def check_runs(runs: Sequence[StudyRun]) -> None:
     for run in runs:
         for each in (run.sft_run, run):
             if each is not None and each.started:
-                run_directory.existing(each.config)
+                choose_run.existing(each.config)
         if not (run.config.evaluation.before and run.config.evaluation.after):
             raise UserError(
                 "a study needs evaluation.before=true and evaluation.after=true for both ends of its curves"

@@ -12,7 +12,7 @@ from arpo_megatron.cluster.submit import prepare_submission, submit_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import write_json
 
@@ -73,7 +73,7 @@ def in_chain(queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, r
 def submitted(tmp_path: Path, config: JobConfig, cluster: ClusterProfile, nodes: int | None = None) -> RunDirectory:
     """Return a run like one that `arpo submit` wrote."""
     submission = prepare_submission(replace(config, run_dir=tmp_path / "run"), cluster, nodes=nodes)
-    run = run_directory.fresh(submission.config)
+    run = choose_run.fresh(submission.config)
     save_config(submission.config, run.config)
     run.submissions.mkdir()
     save_profile(cluster, run.cluster)

@@ -9,7 +9,7 @@ import pytest
 
 from arpo_megatron.config import JobConfig, ModelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import export_checkpoint
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def run(config: JobConfig) -> RunDirectory:
-    made = run_directory.fresh(config)
+    made = choose_run.fresh(config)
     check_started_with(config, made)
     return made
 
@@ -89,7 +89,7 @@ def test_changed_python_files_are_noted_once_and_do_not_end_the_run(config: JobC
     tools.write_text(f"plugins: [{{name: {tool}:Convert}}]\n")
     config = replace(config, reward=replace(config.reward, kind=f"{code}:score"))
     config = replace(config, sandbox=replace(config.sandbox, file=tools))
-    run = run_directory.fresh(config)
+    run = choose_run.fresh(config)
     assert check_started_with(config, run) == []
     assert check_started_with(config, run) == []
     code.write_text("def score(question, answer, trajectory):\n    return 0.5\n")

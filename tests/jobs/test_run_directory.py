@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve, run_directory
+from arpo_megatron.jobs import choose_run, resolve
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.job import open_job
 
@@ -20,38 +20,38 @@ def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fresh_runs_get_new_directories_and_resume_takes_the_newest() -> None:
     config = resolve.resolve("quickstart")
-    paths = [run_directory.fresh(config).path for _ in range(11)]
+    paths = [choose_run.fresh(config).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == [f"quickstart-arpo-seed1{end}" for end in ("", "-2", "-3")]
     assert len(set(paths)) == 11
-    assert run_directory.existing(config).path == paths[-1]
+    assert choose_run.existing(config).path == paths[-1]
 
 
 def test_new_run_directories_are_private() -> None:
     named = resolve.resolve("quickstart", overrides=["run_dir=mine"])
     for config in (resolve.resolve("quickstart"), named):
-        assert stat.S_IMODE(run_directory.fresh(config).path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(choose_run.fresh(config).path.stat().st_mode) == 0o700
 
 
 def test_runs_of_seed_1_and_seed_11_are_distinct() -> None:
-    first = run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=1"]))
-    run_directory.fresh(resolve.resolve("quickstart", overrides=["seed=11"]))
-    assert run_directory.existing(resolve.resolve("quickstart", overrides=["seed=1"])).path == first.path
+    first = choose_run.fresh(resolve.resolve("quickstart", overrides=["seed=1"]))
+    choose_run.fresh(resolve.resolve("quickstart", overrides=["seed=11"]))
+    assert choose_run.existing(resolve.resolve("quickstart", overrides=["seed=1"])).path == first.path
 
 
 def test_resume_with_another_config_reports_the_differing_key() -> None:
-    run_directory.fresh(resolve.resolve("quickstart"))
+    choose_run.fresh(resolve.resolve("quickstart"))
     with pytest.raises(UserError, match=r"algorithm\.beam_size was 2, now 3"):
-        run_directory.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"]))
+        choose_run.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"]))
 
 
 def test_run_can_be_resumed_for_more_steps() -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
     longer = resolve.resolve("quickstart", overrides=["train.steps=99", "engine.max_running_requests=3"])
-    assert run_directory.existing(longer) == run
+    assert choose_run.existing(longer) == run
 
 
 def test_refused_second_job_does_not_change_the_run() -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
     before = run.config.read_bytes()
     with (
         run.locked(),
@@ -63,7 +63,7 @@ def test_refused_second_job_does_not_change_the_run() -> None:
 
 
 def test_lock_that_the_filesystem_does_not_offer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -77,7 +77,7 @@ def test_lock_that_the_filesystem_does_not_offer_is_one_line(monkeypatch: pytest
 
 @pytest.mark.parametrize("content", ["", '{"st'])
 def test_damaged_result_refuses_a_resume_with_the_fix(content: str) -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
     run.result.write_text(content)
     with pytest.raises(UserError, match=r"result\.json cannot be read .*: delete it, then --resume exports again"):
         _ = run.steps_done
@@ -88,12 +88,12 @@ def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "notes.tmp").write_text("precious")
     with pytest.raises(UserError, match=r"holds other files \(notes\.tmp"):
-        run_directory.fresh(resolve.resolve("quickstart", overrides=[f"run_dir={mine}"]))
+        choose_run.fresh(resolve.resolve("quickstart", overrides=[f"run_dir={mine}"]))
     assert [path.name for path in mine.iterdir()] == ["notes.tmp"]
 
 
 def test_remove_partial_deletes_only_partial_files(tmp_path: Path) -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
     partial = [run.checkpoints / "step_3.tmp", run.path / "export.tmp"]
     for path in [*partial, run.path / "notes.tmp", run.checkpoints / "step_2"]:
         path.mkdir(parents=True)
@@ -104,34 +104,34 @@ def test_remove_partial_deletes_only_partial_files(tmp_path: Path) -> None:
 
 def test_resume_without_a_run_is_one_line() -> None:
     with pytest.raises(UserError, match="nothing to resume"):
-        run_directory.existing(resolve.resolve("quickstart"))
+        choose_run.existing(resolve.resolve("quickstart"))
     with pytest.raises(UserError, match=r"nothing to resume at .*other: there is no run") as refused:
-        run_directory.existing(resolve.resolve("quickstart", overrides=["run_dir=other"]))
+        choose_run.existing(resolve.resolve("quickstart", overrides=["run_dir=other"]))
     assert "--resume" not in str(refused.value), "`arpo resume` has no such option"
 
 
 def test_fresh_run_does_not_overwrite_run_dir() -> None:
     config = resolve.resolve("quickstart", overrides=["run_dir=here"])
-    run_directory.fresh(config)
+    choose_run.fresh(config)
     with pytest.raises(UserError, match="--resume"):
-        run_directory.fresh(config)
+        choose_run.fresh(config)
 
 
 def test_unwritable_run_dir_is_one_line() -> None:
     Path("file").write_text("")
     with pytest.raises(UserError, match="cannot create the run directory"):
-        run_directory.fresh(resolve.resolve("quickstart", overrides=["run_dir=file/run"]))
+        choose_run.fresh(resolve.resolve("quickstart", overrides=["run_dir=file/run"]))
 
 
 def test_run_directory_is_locked_by_one_job() -> None:
-    run = run_directory.fresh(resolve.resolve("quickstart"))
+    run = choose_run.fresh(resolve.resolve("quickstart"))
     with run.locked(), pytest.raises(UserError, match="in use"), run.locked():
         pass
 
 
 def test_commands_that_choose_the_same_name_get_distinct_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve.resolve("quickstart")
-    found, free = [Path("runs/quickstart-arpo-seed1")] * 2, run_directory._next_free
-    monkeypatch.setattr(run_directory, "_next_free", lambda base: found.pop() if found else free(base))
-    first, second = run_directory.fresh(config), run_directory.fresh(config)
+    found, free = [Path("runs/quickstart-arpo-seed1")] * 2, choose_run._next_free
+    monkeypatch.setattr(choose_run, "_next_free", lambda base: found.pop() if found else free(base))
+    first, second = choose_run.fresh(config), choose_run.fresh(config)
     assert (first.path.name, second.path.name) == ("quickstart-arpo-seed1", "quickstart-arpo-seed1-2")
