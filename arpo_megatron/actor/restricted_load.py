@@ -89,9 +89,14 @@ class _Reader(FileSystemReader):
             path = Path(self.path, ".metadata")
             try:
                 with path.open("rb") as file:
-                    self._metadata = _MetadataUnpickler(file).load()
-            except pickle.UnpicklingError as error:
-                raise _refusal(path, str(error)) from None
+                    metadata = _MetadataUnpickler(file).load()
+                if not isinstance(metadata, Metadata):
+                    raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+            except OSError:
+                raise
+            except Exception as error:  # a damaged pickle can raise anything
+                raise _refusal(path, " ".join(str(error).split())) from None
+            self._metadata = metadata
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata

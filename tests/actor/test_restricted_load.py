@@ -76,6 +76,16 @@ def test_code_in_a_checkpoint_is_refused(tmp_path: Path, hide: Callable[[Path, C
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("content", [b"", pickle.dumps({}), b"\x80\x05K"], ids=["empty", "another type", "truncated"])
+def test_damaged_metadata_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    actor = new_actor()
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    cases.save(actor, checkpoint)
+    (checkpoint / ".metadata").write_bytes(content)
+    with pytest.raises(UserError, match=r"\.metadata"):
+        actor.load(checkpoint)
+
+
 def test_checkpoint_cannot_change_classes(tmp_path: Path) -> None:
     """Allowed names alone would let it replace `PosixPath.__fspath__`, and so redirect what this process writes."""
     actor = new_actor()

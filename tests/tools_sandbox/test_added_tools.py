@@ -98,6 +98,21 @@ def test_mcp_tools_are_checked_and_survive_server_death(start_service: StartServ
     wait_until(lambda: not any(each.is_running() for each in family[1:]))
 
 
+def test_call_of_mcp_server_that_hangs_at_its_restart_is_broken(tmp_path: Path, start_service: StartService) -> None:
+    """A model must not read as its own time limit that a server does not start."""
+    hangs_later = (
+        "import os, runpy, sys, time; mark, server = sys.argv[1:]; "
+        "time.sleep(600) if os.path.exists(mark) else open(mark, 'w').close(); runpy.run_path(server, None, '__main__')"
+    )
+    args = ["-c", hangs_later, str(tmp_path / "started"), *SERVER["args"]]
+    service = start_service({"mcp": {"arithmetic": {"command": sys.executable, "args": args}}})
+    with SandboxClient(service.url, retries=0) as client:
+        assert client.call("add", {"a": 2, "b": 3}).text == "5"
+        client.call("end", {})
+        answer = client.call("add", {"a": 2, "b": 3}, timeout_s=2)
+    assert (answer.status, answer.failure) == ("error", "lasting")
+
+
 @pytest.fixture(scope="module")
 def careless() -> Iterator[Any]:
     """A service with an MCP server that violates the protocol."""

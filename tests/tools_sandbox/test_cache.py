@@ -336,6 +336,7 @@ def test_cache_file_of_other_version_is_reset(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE results (id INTEGER PRIMARY KEY, key TEXT UNIQUE, status TEXT, text TEXT)")
         database.execute("INSERT INTO results (key, status, text) VALUES ('k', 'ok', '\"old\"')")
+        database.execute("PRAGMA user_version=2")
 
     async def run() -> list[bool]:
         cached = []
@@ -346,6 +347,16 @@ def test_cache_file_of_other_version_is_reset(tmp_path: Path) -> None:
         return cached
 
     assert asyncio.run(run()) == [False, True]
+
+
+def test_database_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE results (mine TEXT)")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="a database of another program: name a new file"):
+        AnswerCache(CacheConfig(sqlite_path=path))
+    assert path.read_bytes() == before
 
 
 def test_lone_surrogates_survive_cache_file(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +196,19 @@ def test_cap_of_requests_holds_over_restarts_and_cached_answers_are_free(
     assert len(engine.requests) == 3
     assert answers[-1].failure == "blocked"
     assert answers[-1].text.startswith("The search tool is blocked: search.web.max_requests=3 is reached; ")
+
+
+def test_count_of_requests_survives_full_disk(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, resource, signal, sys; from tools_sandbox.utils.http_retry import RequestBudget; "
+        "budget = RequestBudget(9, pathlib.Path(sys.argv[1])); budget.spend(); budget.spend(); "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "budget.spend()"
+    )
+    count = tmp_path / "count"
+    done = subprocess.run([sys.executable, "-c", program, count], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert int(count.read_text()) == 2
 
 
 @pytest.mark.parametrize(

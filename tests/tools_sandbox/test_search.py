@@ -189,6 +189,13 @@ def test_unreadable_index_is_a_config_error(tmp_path: Path) -> None:
         SearchIndex(tmp_path / "index")
 
 
+def test_folder_with_other_files_is_not_replaced_by_an_index(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "fact"}\n')
+    with pytest.raises(ConfigError, match=r"holds other files \(c.jsonl\): name a new folder"):
+        build(SearchConfig(index_path=tmp_path, sources=(Source(tmp_path / "c.jsonl", "jsonl"),)))
+    assert (tmp_path / "c.jsonl").read_text() == '{"text": "fact"}\n'
+
+
 def test_concurrent_builders_build_once_and_killed_one_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"fact{n} " * 50}) + "\n" for n in range(8_000)))
     (tmp_path / "c.yaml").write_text(

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 import mcp
@@ -24,6 +25,8 @@ from tools_sandbox.tool import Tool, ToolBroken
 log = logging.getLogger("tools_sandbox")
 
 _START_TIMEOUT_S = 60.0
+_CONNECT_SHARE = 0.9
+"""Share of a call's time limit in which its server must have connected."""
 
 
 class ConnectError(RuntimeError):
@@ -53,12 +56,17 @@ class McpServer:
                 self._client = asyncio.get_running_loop().create_future()
                 # The library's task groups require that one task opens and closes the connection.
                 self._keeper = asyncio.create_task(self._keep(self._client, self._ended))
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                return await asyncio.shield(self._client)
+            return await asyncio.shield(self._client)
 
     async def _keep(self, connected: asyncio.Future[mcp.Client], ended: asyncio.Event) -> None:
         try:
-            async with mcp.Client(server_process(self.name, self._config, ended), mode=self._mode) as client:
+            opening = mcp.Client(server_process(self.name, self._config, ended), mode=self._mode)
+            async with AsyncExitStack() as stack:
+                try:
+                    async with asyncio.timeout(_START_TIMEOUT_S):
+                        client = await stack.enter_async_context(opening)
+                except TimeoutError:
+                    raise ConnectError(f"it did not connect within {_START_TIMEOUT_S:g} s") from None
                 if client.session.initialize_result is not None:
                     self._mode = "legacy"
                 connected.set_result(client)
@@ -107,13 +115,17 @@ class McpTool(Tool):
     async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
         """Return the text of the result, cut at `max_chars`. Other content is only named."""
         try:
-            client = await self._server.client()
+            # Waiting for a server is no fault of the call: it must not end as the call's own time limit.
+            async with asyncio.timeout(_CONNECT_SHARE * timeout_s):
+                client = await self._server.client()
             result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
             problem = f"MCP server {self._server.name}: the connection ended in the middle of a call"
             raise ToolBroken(problem, failure="lasting") from error  # its effects are unknown
+        except TimeoutError as error:
+            raise ToolBroken(f"MCP server {self._server.name} does not answer", failure="lasting") from error
         except Exception as error:  # the answer violates the protocol; other calls are not affected
             raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}", failure="lasting") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]

@@ -37,6 +37,8 @@ _FORMAT = 3
 """Version of the folder's format. An index of another version is rebuilt."""
 _KEYS = {"settings", "stats", "digests", "files", "passages", "remembered", "seconds"}
 """Keys of the folder's description, index.json."""
+_FILES = {"index.json", "bm25", "remembered.db"}
+"""Entries of the folder."""
 _HEAP_BYTES_PER_THREAD = 64 << 20
 # One regular expression splits passages and queries, since Rust's \w also matches combining marks.
 _ANALYZER = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(r"\w+")).build()
@@ -94,12 +96,20 @@ def build(config: SearchConfig) -> dict[str, Any]:
         with folder.with_name(f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_current(config):
+                _refuse_other_files(folder)
                 _build_and_replace(config, folder)
     except OSError as error:
         raise ConfigError(f"search.index_path: {folder}: {error.strerror or error}") from error
     meta = _read_meta(config)
     assert meta is not None
     return meta
+
+
+def _refuse_other_files(folder: Path) -> None:
+    # The folder is deleted and written again.
+    others = {path.name for path in folder.iterdir()} - _FILES if folder.is_dir() else set()
+    if others:
+        raise ConfigError(f"search.index_path: {folder} holds other files ({min(others)}): name a new folder")
 
 
 def _build_and_replace(config: SearchConfig, folder: Path) -> None:

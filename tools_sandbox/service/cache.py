@@ -79,6 +79,9 @@ class AnswerFile:
         self._thread = ThreadPoolExecutor(1, "answer-file")
         try:
             self._database = self._thread.submit(self._open, path).result()
+        except ConfigError:
+            self._thread.shutdown()
+            raise
         except _FILE_ERRORS as error:
             self._thread.shutdown()
             reason = " ".join(str(error).split())
@@ -87,6 +90,11 @@ class AnswerFile:
     @staticmethod
     def _open(path: Path) -> sqlite3.Connection:
         database = sqlite3.connect(path, timeout=_BUSY_S)
+        version, tables = database.execute(
+            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        ).fetchone()
+        if tables and not version:
+            raise ConfigError(f"cache.sqlite_path: {path} is a database of another program: name a new file")
         database.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         database.execute("PRAGMA journal_mode=WAL")
         # After a crash of the machine the last answers may be lost, but the file stays valid.

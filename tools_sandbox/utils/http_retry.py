@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import aiohttp
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 _BLOCKED = (401, 402, 403)
+_DIGITS = 20
 
 
 class RequestFailed(RuntimeError):  # noqa: N818 - a state
@@ -42,13 +44,15 @@ class RequestBudget:
             self._check(self._used)
             self._used += 1
             return
-        with self._path.open("a+", encoding="ascii") as file:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            used = int(file.read() or 0)
+            used = int(os.read(file, _DIGITS) or b"0")
             self._check(used)
-            file.truncate(0)
-            file.write(str(used + 1))
+            # In place and of one length: a full disk or a kill leaves the old number or the new one.
+            os.pwrite(file, b"%0*d" % (_DIGITS, used + 1), 0)
+        finally:
+            os.close(file)
 
     def _check(self, used: int) -> None:
         if used >= self._limit:
