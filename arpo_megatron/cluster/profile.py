@@ -8,14 +8,13 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive, PositiveFloat
-from arpo_megatron.config.yaml import read_yaml
+from arpo_megatron.config.yaml import read_yaml, yaml_text
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.specs import GB
 from arpo_megatron.plan import GPUS, Hardware
@@ -271,7 +270,7 @@ def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:
 def save_profile(profile: ClusterProfile, path: Path) -> None:
     """Write the profile for the job, which reads it with `load_profile`."""
     plain = _PROFILE.dump_python(profile, mode="json")
-    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml_text(plain), encoding="utf-8")
 
 
 def _expanded(value: Any, where: str) -> Any:

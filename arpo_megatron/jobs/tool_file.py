@@ -81,6 +81,8 @@ def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
     except ConfigError as error:
         raise UserError(f"sandbox.file={error}") from None
     _check_agreement(values or {}, path, sandbox)
+    if sandbox.replicas > 1:
+        _check_replicas(values or {}, path)
     return _with_absolute_paths(values or {}, path.resolve().parent)
 
 
@@ -136,6 +138,19 @@ def _check_agreement(user: Values, path: Path, sandbox: SandboxConfig) -> None:
         )
 
 
+def _check_replicas(user: Values, path: Path) -> None:
+    """Raise UserError for what several tool services, which may be on several nodes, cannot share."""
+    if (user.get("search", {}).get("web") or {}).get("max_requests") is not None:
+        raise UserError(
+            f"sandbox.file={path} sets search.web.max_requests, which one tool service counts: set sandbox.replicas=1"
+        )
+    if user.get("cache", {}).get("sqlite_path") is not None:
+        raise UserError(
+            f"sandbox.file={path} sets cache.sqlite_path, which services on several nodes cannot share: remove it, or "
+            "set sandbox.replicas=1"
+        )
+
+
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
@@ -180,6 +195,7 @@ def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str,
     web = search.get("web") or {}
     if web.get("max_requests") is not None:
         web.setdefault("count_path", _COUNT_FILE)
-    if web or values.get("browse", {}).get("enabled"):
+    # Several services may be on several nodes, which cannot share such a file: each remembers for itself.
+    if sandbox.replicas == 1 and (web or values.get("browse", {}).get("enabled")):
         values.setdefault("cache", {}).setdefault("sqlite_path", _CACHE_FILE)
     return values

@@ -3,12 +3,15 @@
 A path keeps the environment that has executed its actions. A path that begins at a fork finds it in use by the measured
 path. It then takes a new one and brings it to the state of the fork: from a snapshot, or by executing the recorded
 actions of the path again. The snapshot of the new one must be that of the fork, and each observation that of the tree.
+A resumed run has no snapshots, only their digests: it executes the actions of every environment again.
 """
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.rollout.node import Node
@@ -19,6 +22,10 @@ from arpo_megatron.tree import ToolRecord
 P = ParamSpec("P")
 T = TypeVar("T")
 _START: PathKey = ()
+_THREADS = ThreadPoolExecutor(64, "environment")
+"""Threads of the environments of all trees. A call that hangs keeps its thread."""
+_MOST_WAITS = 20
+"""Time limits for which a call waits for a thread."""
 
 
 class EnvironmentStateError(RuntimeError):
@@ -38,6 +45,8 @@ class TreeEnvironments:
     _snapshots: dict[PathKey, bytes] = field(default_factory=dict)
     _observations: dict[PathKey, str] = field(default_factory=dict)
     """Observation after the action at a key, as the environment has returned it."""
+    _calls: dict[int, Future[Any]] = field(default_factory=dict)
+    """The last call of each environment, by the environment's id."""
 
     async def step(self, node: Node, action: str) -> Step:
         """Execute the action that ended a MODEL segment, in the state of its path.
@@ -49,16 +58,16 @@ class TreeEnvironments:
         key = before[0].key if before else _START
         environment = self._live.pop(key, None) or await self._restored(key, before)
         try:
-            step = await self._run(environment.step, action)
+            step = await self._run(environment, environment.step, action)
         except BaseException:
             self._close_later(environment)
             raise
         self._observations[node.key] = step.observation
         if step.done:
-            await self._run(environment.close)
+            await self._run(environment, environment.close)
             return step
         if isinstance(environment, Snapshots):
-            self._snapshots[node.key] = await self._run(environment.snapshot)
+            self._snapshots[node.key] = await self._run(environment, environment.snapshot)
         self._live[node.key] = environment
         return step
 
@@ -74,12 +83,12 @@ class TreeEnvironments:
 
     async def _bring(self, environment: Environment, key: PathKey, before: Sequence[Node]) -> None:
         """Bring a new environment to the state after the actions of `before`."""
-        await self._run(environment.reset, self.task)
+        await self._run(environment, environment.reset, self.task)
         if not before:
             return
         if isinstance(environment, Snapshots) and (state := self._snapshots.get(key)) is not None:
-            await self._run(environment.restore, state)
-            if await self._run(environment.snapshot) != state:
+            await self._run(environment, environment.restore, state)
+            if await self._run(environment, environment.snapshot) != state:
                 raise EnvironmentStateError("a restored environment has another snapshot than the one it restored")
             return
         if not can_fork(environment):
@@ -91,38 +100,64 @@ class TreeEnvironments:
         """Execute a recorded action again and compare what follows."""
         record = node.children[0].tool
         assert record is not None
-        step = await self._run(environment.step, str(record.arguments["action"]))
+        step = await self._run(environment, environment.step, str(record.arguments["action"]))
         known = self._observations.setdefault(node.key, str(record.arguments["observation"]))
         if step.observation != known or step.done:
             raise EnvironmentStateError(
                 f"an action has another observation when it is replayed: {step.observation[:80]!a}, not {known[:80]!a}"
             )
+        if dict(step.rewards) != record.arguments["rewards"]:
+            raise EnvironmentStateError("an action has other rewards when it is replayed")
         if isinstance(environment, Snapshots):
-            self._snapshots[node.key] = await self._run(environment.snapshot)
+            self._snapshots[node.key] = await self._run(environment, environment.snapshot)
+            if self.state_digest(node.key) != record.arguments["state"]:
+                raise EnvironmentStateError("an environment has another state when its actions are replayed")
 
-    async def _run(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        """Run a method of an environment in a thread."""
+    def state_digest(self, key: PathKey) -> str:
+        """Return the SHA-256 of the snapshot after the action at a key; "" if there is none."""
+        snapshot = self._snapshots.get(key)
+        return "" if snapshot is None else hashlib.sha256(snapshot).hexdigest()
+
+    async def _run(self, environment: Environment, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        """Run a method of an environment in a thread. Its deadline begins when a thread is free."""
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
+
+        def run() -> T:
+            loop.call_soon_threadsafe(started.set)
+            return call(*arguments, **keywords)
+
+        self._calls[id(environment)] = future = _THREADS.submit(run)
         try:
+            async with asyncio.timeout(_MOST_WAITS * self.timeout_s):
+                await started.wait()
             async with asyncio.timeout(self.timeout_s):
-                return await asyncio.to_thread(call, *arguments, **keywords)
+                return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise EnvironmentStateError(f"the environment did not answer within {self.timeout_s:g} s") from None
+            what = "the environment did not answer" if started.is_set() else "no thread was free for the environment"
+            raise EnvironmentStateError(f"{what} within the time limit of {self.timeout_s:g} s") from None
+        finally:
+            future.cancel()  # only a call that has not begun
 
     def _close_later(self, environment: Environment) -> None:
-        """Close an environment of a failed path in a thread, since its call may still run."""
-        asyncio.get_running_loop().run_in_executor(None, environment.close)
+        """Close an environment of a failed path in a thread, after its last call, which may still run."""
+        last = self._calls.pop(id(environment), None)
+        if last is None:
+            _THREADS.submit(environment.close)
+        else:
+            last.add_done_callback(lambda _last: _THREADS.submit(environment.close))
 
     def close(self) -> None:
         """Close the environments that no path uses."""
         for environment in self._live.values():
-            environment.close()
+            self._close_later(environment)
         self._live.clear()
         self._snapshots.clear()
 
 
-def step_record(action: str, step: Step, seconds: float) -> ToolRecord:
-    """Return the record of an action."""
-    values = {"action": action, "observation": step.observation, "done": step.done, "rewards": dict(step.rewards)}
+def step_record(action: str, step: Step, seconds: float, state: str) -> ToolRecord:
+    """Return the record of an action. `state` is the digest of the state after it."""
+    values: dict[str, object] = {"action": action, "observation": step.observation, "done": step.done}
+    values |= {"rewards": dict(step.rewards), "state": state}
     return ToolRecord(ENVIRONMENT, values, "ok", seconds, False)
 
 

@@ -112,7 +112,7 @@ class RolloutLimits:
             if self.at_limit == "end" or name in history.notices:
                 return None
             return Notice(call.tool, LIMIT, text), replace(history, notices=history.notices | {name})
-        if call.tool in self.refuse_repeated and key in history.calls:
+        if isinstance(call, ToolCall) and call.tool in self.refuse_repeated and key in history.calls:
             return Notice(call.tool, REPEATED, "You have made this call before; its result is above."), after
         return call, after
 

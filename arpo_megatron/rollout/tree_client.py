@@ -199,7 +199,8 @@ class TreeClient:
             action = str(call.arguments["action"])
             step = await environments.step(node, action)
             seen = self._result_tokens(call.tool, step.observation)
-            return RecordedAnswer(seen, step_record(action, step, time.monotonic() - started))
+            seconds, state = time.monotonic() - started, environments.state_digest(node.key)
+            return RecordedAnswer(seen, step_record(action, step, seconds, state))
         answer = await self._execute(node, call)
         ids = self._result_tokens(call.tool, answer.text)
         seconds = time.monotonic() - started

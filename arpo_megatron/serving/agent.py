@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineFinish, Sampling
 from arpo_megatron.engine.stream import StreamedTokens, stream_generation
 from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
@@ -153,6 +154,8 @@ class Agent:
             state.sampled += len(streamed.token_ids)
             state.version = streamed.weight_version
             state.ids.extend(streamed.token_ids)
+            if streamed.finish is EngineFinish.CUT_SHORT:
+                raise EngineUnavailableError("the engine aborted the answer: ask again")
             stop = streamed.matched
             if streamed.finish is EngineFinish.LENGTH or stop == ANSWER_STOP:
                 yield state.ended(Finish.LENGTH if streamed.finish is EngineFinish.LENGTH else Finish.END)

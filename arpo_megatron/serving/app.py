@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
@@ -34,8 +35,10 @@ from tools_sandbox.client import SandboxError
 MAX_BODY_BYTES = 4 * 2**20
 _REFUSED = (ValueError, EngineRefusedError)
 """The request cannot be answered."""
-_UNAVAILABLE = (aiohttp.ClientError, SandboxError, TimeoutError)
+_UNAVAILABLE = (aiohttp.ClientError, SandboxError, EngineUnavailableError, TimeoutError)
 """A service cannot be reached."""
+_ANSWERS = "arpo_answers"
+"""Key of a request's scope: the number of answers that it has in progress."""
 
 
 class ChatMessage(BaseModel):
@@ -119,19 +122,28 @@ def application(served: Served) -> Starlette:
             body += part
             if len(body) > MAX_BODY_BYTES:
                 return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
-        if served.running >= served.concurrency:
-            return _error(429, f"{served.concurrency} answers are in progress; try again")
-        served.counts["requests"] += 1
         chat = request.url.path.endswith("/chat/completions")
-        if served.plain and chat:
-            return await _pass_through(served, body)
+        wanted: ChatRequest | ContinuationRequest | None = None
         try:
-            if chat:
-                return await _answer(served, ChatRequest.model_validate_json(body))
-            return await _continue(served, ContinuationRequest.model_validate_json(body))
+            if not chat:
+                wanted = ContinuationRequest.model_validate_json(body)
+            elif not served.plain:
+                wanted = ChatRequest.model_validate_json(body)
         except ValidationError as error:
             fault = error.errors()[0]
             return _error(400, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+        answers = wanted.n if isinstance(wanted, ContinuationRequest) else 1
+        if served.running >= served.concurrency:
+            return _error(429, f"{served.concurrency} answers are in progress; try again")
+        served.running += answers
+        request.scope[_ANSWERS] = answers
+        served.counts["requests"] += 1
+        match wanted:
+            case ChatRequest():
+                return await _answer(served, wanted)
+            case ContinuationRequest():
+                return await _continue(served, wanted)
+        return await _pass_through(served, body)
 
     routes = [
         Route("/v1/chat/completions", generate, methods=["POST"]),
@@ -140,29 +152,35 @@ def application(served: Served) -> Starlette:
         Route("/health", health),
         Route("/metrics", metrics),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, token=served.token)])
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, served=served)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Refuses requests without the token, except those for the health; without one, those of web sites."""
+    """Refuses requests without the token, except those for the health; without one, those of web sites.
+
+    Answers of a request are in progress until its response has ended or its client has left.
+    """
 
     app: ASGIApp
-    token: str | None
+    served: Served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self.app
         if scope["type"] == "http" and scope["path"] != "/health":
             headers = Headers(scope=scope)
-            if self.token is None:
+            if self.served.token is None:
                 host = headers.get("host", "")
                 if not (is_own_name(host) and is_same_origin(headers.get("origin"), host)):
                     answer = _error(403, "without a token, requests of web sites are refused: start it with --token")
             elif not hmac.compare_digest(
-                headers.get("authorization", "").removeprefix("Bearer ").encode(), self.token.encode()
+                headers.get("authorization", "").removeprefix("Bearer ").encode(), self.served.token.encode()
             ):
                 answer = _error(401, "the token is missing or wrong")
-        await answer(scope, receive, send)
+        try:
+            await answer(scope, receive, send)
+        finally:
+            self.served.running -= scope.get(_ANSWERS, 0)
 
 
 async def _answer(served: Served, wanted: ChatRequest) -> Response:
@@ -177,7 +195,7 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
         return StreamingResponse(_stream(served, events, head, wanted.logprobs), media_type="text/event-stream")
     text, steps = "", []
     tokens: list[SampledToken] = []
-    async with _counted(served) as failed:
+    async with _failing(served) as failed:
         async for event in events:
             match event:
                 case TextDelta():
@@ -198,7 +216,7 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
 
 async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
     found: list[dict[str, Any]] = []
-    async with _counted(served, wanted.n) as failed:
+    async with _failing(served) as failed:
         found = await continuations(served.agent, served.sampling_of(wanted), wanted)
     if failed:
         return failed[0]
@@ -207,19 +225,16 @@ async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
 
 
 @asynccontextmanager
-async def _counted(served: Served, answers: int = 1) -> AsyncIterator[list[Response]]:
-    """Count answers in progress. A failure inside the block ends it and adds the response for it to the list."""
+async def _failing(served: Served) -> AsyncIterator[list[Response]]:
+    """Let a failure inside the block end it and add the response for it to the list."""
     failed: list[Response] = []
-    served.running += answers
     try:
         yield failed
     except* _REFUSED as errors:
         failed.append(_error(400, _first_text(errors)))
     except* _UNAVAILABLE as errors:
         failed.append(_error(503, _first_text(errors)))
-    finally:
-        served.running -= answers
-        served.counts["errors"] += len(failed)
+    served.counts["errors"] += len(failed)
 
 
 def _first_text(errors: BaseExceptionGroup[BaseException]) -> str:
@@ -251,7 +266,6 @@ async def _stream(
         body = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
         return f"data: {json.dumps(body)}\n\n"
 
-    served.running += 1
     try:
         yield chunk({"role": "assistant", "content": ""})
         async for event in events:
@@ -266,8 +280,6 @@ async def _stream(
     except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
         yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n"
-    finally:
-        served.running -= 1
     yield "data: [DONE]\n\n"
 
 
@@ -282,13 +294,9 @@ async def _pass_through(served: Served, body: bytes) -> Response:
         return _error(503, str(error) or type(error).__name__)
 
     async def content() -> AsyncIterator[bytes]:
-        served.running += 1
-        try:
+        async with answer:
             async for part in answer.content.iter_any():
                 yield part
-        finally:
-            served.running -= 1
-            answer.release()
 
     return StreamingResponse(content(), answer.status, media_type=answer.content_type)
 

@@ -131,9 +131,11 @@ def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
 def _dropped(metrics: Sequence[Row], reason: str) -> str | None:
     """Return how many recent trees were dropped for a reason, if they are more than one in twenty."""
     dropped, trees = _sum(metrics, f"dropped/{reason}"), _sum(metrics, "trees")
-    if not dropped or dropped / (trees + dropped) <= 0.05:
+    if reason == "failed":  # `trees` counts the finished ones
+        trees += dropped
+    if not dropped or dropped / trees <= 0.05:
         return None
-    return f"{dropped:.0f} of the last {trees + dropped:.0f} trees"
+    return f"{dropped:.0f} of the last {trees:.0f} trees"
 
 
 def _failed_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:

@@ -91,6 +91,9 @@ def test_profiles_in_the_repository_survive_a_round_trip(monkeypatch: pytest.Mon
         assert load_profile(str(tmp_path / "cluster.yaml")) == read
         keys = yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text())
         assert all(str(key) in ClusterProfile.__dataclass_fields__ for key in keys)
+    texts = profile(environment={"A": "1e-5", "B": "0o17", "C": "off", "D": "04:00:00", "E": "12e03"})
+    save_profile(texts, tmp_path / "cluster.yaml")
+    assert load_profile(str(tmp_path / "cluster.yaml")) == texts
     with pytest.raises(UserError, match="unknown cluster 'oneboxx'"):
         load_profile("oneboxx")
 

@@ -58,6 +58,8 @@ class ScriptedEngine:
     """Most requests at the same time."""
     fails: Callable[[dict[str, Any]], bool] = lambda _body: False
     """Whether a request is answered with 500."""
+    aborts: bool = False
+    """Whether answers end as aborted ones."""
     version: int = 7
     """Policy version in the answers."""
     look_s: float = 0.0
@@ -106,6 +108,7 @@ class ScriptedEngine:
         await asyncio.sleep(self.delay_s(text))
         rest = self.script(text) if self.seeded is None else self.seeded(text, parameters.get("sampling_seed", 0))
         output, reason = self._continue(rest, parameters["max_new_tokens"], parameters.get("stop", []))
+        reason = {"type": "abort"} if self.aborts else reason
         self._keep(ids + output[:-1])  # the last sampled token was never fed to the model
         self.answered += len(output) > 2
         meta: dict[str, Any] = {

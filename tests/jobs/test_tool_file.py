@@ -1,5 +1,6 @@
 """The user's file of the tool service is merged with the job's needs, refused with its reason, and kept on a resume."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,25 @@ def test_paid_search_continues_with_its_cache_and_count(tmp_path: Path) -> None:
     assert config.search.web is not None
     assert config.search.web.count_path == run.path / "paid_requests"
     assert config.cache.sqlite_path == run.path / "tool_answers.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        (
+            {"search": {"engine": "web", "web": {"provider": "searxng", "url": "http://x", "max_requests": 9}}},
+            "search.web.max_requests",
+        ),
+        ({"cache": {"sqlite_path": "answers.sqlite"}}, "cache.sqlite_path"),
+    ],
+)
+def test_services_on_several_nodes_share_no_count_and_no_file(tmp_path: Path, values: dict[str, Any], key: str) -> None:
+    sandbox = replace(write(tmp_path / "tools.yaml", **values), replicas=2)
+    with pytest.raises(UserError, match=f"sets {key}.*set sandbox.replicas=1"):
+        write_tool_config(sandbox, RunDirectory(tmp_path), CORPUS)
+    browse = replace(write(tmp_path / "tools.yaml", browse={"enabled": True}), replicas=2)
+    write_tool_config(browse, RunDirectory(tmp_path), CORPUS)
+    assert load_config(RunDirectory(tmp_path).sandbox_config).cache.sqlite_path is None
 
 
 def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None:

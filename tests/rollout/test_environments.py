@@ -35,6 +35,7 @@ from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.algorithms import flat
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, arpo
+from tests.tools_sandbox.helpers.services import wait_until
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 NOWHERE = "http://127.0.0.1:9"
@@ -143,6 +144,31 @@ def test_forked_trajectory_is_that_of_a_fresh_environment(
     assert RolloutTree.from_dict(tree.to_dict()).to_dict() == tree.to_dict()
 
 
+def test_resumed_tree_fails_if_its_actions_lead_to_another_state(scripted_engine: Start) -> None:
+    """The observation of such a statement is the same each time."""
+
+    def follow(text: str, seed: int) -> str:
+        return policy_of("sql")(text, seed).replace("UPDATE t SET x = x +", "INSERT INTO t SELECT random() % ")
+
+    engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=follow))
+    entries: list[bytes] = []
+    grow(engine.url, forking(), SQL[1], record=entries.append)
+    with pytest.raises(EnvironmentStateError, match="another state when its actions are replayed"):
+        for kept in range(1, len(entries)):
+            grow(engine.url, forking(), SQL[1], entries=entries[:kept])
+
+
+def test_database_of_statements_is_bounded() -> None:
+    world = SqlDatabase(SCRIPT)
+    world.reset(TASK)
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 500)"
+    statement = f"<sql>CREATE TABLE b AS {numbers} SELECT zeroblob(900000) FROM n</sql>"
+    assert world.step(statement).observation == "Error: database or disk is full"
+    world.restore(world.snapshot())
+    assert world.step(statement).observation == "Error: database or disk is full"
+    world.close()
+
+
 @pytest.mark.parametrize(("kind", "make"), [SQL, USER])
 def test_tree_gradient_is_that_of_the_flattened_trajectories(
     scripted_engine: Start, kind: str, make: MakeEnvironment
@@ -217,7 +243,7 @@ def test_environment_that_fails_is_closed(scripted_engine: Start) -> None:
     Broken.closed.clear()
     with pytest.raises(RuntimeError, match="out of order"):
         grow(engine.url, forking(), Broken)
-    assert Broken.closed
+    wait_until(lambda: bool(Broken.closed))
 
 
 def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(scripted_engine: Start) -> None:

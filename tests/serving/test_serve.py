@@ -5,6 +5,7 @@ import io
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from aiohttp import web
 from rich.console import Console
 
 from arpo_megatron.engine.request import Sampling
@@ -27,6 +29,7 @@ from arpo_megatron.tasks.protocols.base import TextCodec
 from arpo_megatron.tasks.protocols.hermes import HermesProtocol
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
+from tests.tools_sandbox.helpers.served import serving
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 TOKEN = "secret"
@@ -43,6 +46,7 @@ def served(
     codec: TextCodec = CODEC,
     limits: RolloutLimits = LIMITS,
     token: str | None = TOKEN,
+    plain: bool = False,
 ) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -52,7 +56,7 @@ def served(
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
             agent = Agent(session, engine_url, None, tools, limits, codec, lambda messages: messages[-1]["content"])
-            app = application(Served(agent, "agent", Sampling(), token, concurrency, weights="export, step 4"))
+            app = application(Served(agent, "agent", Sampling(), token, concurrency, plain, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
             await servers[0].serve(sockets=[listening])
@@ -164,6 +168,45 @@ def test_request_above_the_limit_gets_429_and_a_dead_engine_503(scripted_engine:
         assert httpx.get(f"{url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError):
             client(url).chat.completions.create(model="agent", messages=QUESTION)
+
+
+def test_answer_that_the_engine_aborts_is_an_error(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), aborts=True))
+    with (
+        served(engine.url, sandbox_url) as url,
+        pytest.raises(openai.InternalServerError, match="aborted the answer"),
+    ):
+        client(url).chat.completions.create(model="agent", messages=QUESTION)
+
+
+def test_limit_of_answers_holds_for_requests_that_are_passed_through(sandbox_url: str) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    async def complete(_request: web.Request) -> web.Response:
+        asked.set()
+        await asyncio.to_thread(release.wait, 60)
+        return web.json_response({"choices": []})
+
+    engine = web.Application()
+    engine.router.add_post("/v1/chat/completions", complete)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with (
+        serving(engine) as port,
+        served(f"http://127.0.0.1:{port}", sandbox_url, concurrency=1, plain=True) as url,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def ask() -> int:
+            return httpx.post(f"{url}/v1/chat/completions", json={}, headers=headers, timeout=60).status_code
+
+        first = pool.submit(ask)
+        assert asked.wait(30)
+        try:
+            assert ask() == 429
+        finally:
+            release.set()
+        assert (first.result(), ask()) == (200, 200)
+        assert "arpo_serve_running 0\n" in httpx.get(f"{url}/metrics", headers=headers).text
 
 
 def test_tokens_have_log_probs_and_entropies_if_asked_for(address: str) -> None:

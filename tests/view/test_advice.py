@@ -43,7 +43,7 @@ def test_healthy_run_gets_no_advice() -> None:
     [
         ({"entropy_mean": 0.1}, "entropy_mean"),
         ({"groups_without_signal": 12}, "groups_without_signal"),
-        ({"dropped/no_signal": 40}, "groups_without_signal"),
+        ({"trees": 40, "dropped/no_signal": 24}, "groups_without_signal"),
         ({"logprob_gap": 0.3}, "logprob_gap"),
         ({"seconds/rollout": 1.0}, "seconds/rollout"),
         ({"seconds/rollout": 60.0}, "seconds/rollout"),

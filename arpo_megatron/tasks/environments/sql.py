@@ -18,6 +18,7 @@ _STEPS = 1_000_000
 """Instructions of SQLite's virtual machine that a statement may take."""
 _PROGRESS = 10_000
 _CHARS_PER_CELL = 200
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -52,6 +53,10 @@ class SqlDatabase:
         self.close()
         self._truth, self._database = task.ground_truth, _opened()
         self._database.executescript(self.script)
+        # A restored database counts its changes in its header, a new one in memory does not. So every one is restored:
+        # equal statements then give equal snapshots.
+        self._database.deserialize(self._database.serialize())
+        _bound(self._database)
         _restrict(self._database)
         tables = self._database.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         schema = "\n".join(statement for (statement,) in tables)
@@ -97,6 +102,7 @@ class SqlDatabase:
         assert self._database is not None
         self._database.set_authorizer(None)
         self._database.deserialize(state)
+        _bound(self._database)
         _restrict(self._database)
 
     def close(self) -> None:
@@ -108,6 +114,11 @@ class SqlDatabase:
 def _opened() -> sqlite3.Connection:
     # No transactions: each statement counts at once. Calls come from several threads, one at a time.
     return sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+
+
+def _bound(database: sqlite3.Connection) -> None:
+    (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
+    database.execute(f"PRAGMA max_page_count={_MAX_BYTES // page_bytes}")
 
 
 def _restrict(database: sqlite3.Connection) -> None:
