@@ -46,6 +46,9 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
         try:
             with news_of(job):
                 yield job
+        except (UserError, ProcessDiedError) as error:
+            EventLog(run.events).emit("failed", text=str(error).splitlines()[0])
+            raise
         finally:
             job.progress.next_command(f"arpo view {run.path}")
 

@@ -155,6 +155,8 @@ class Progress:
                 self.sft(**fields)
             case "evaluation":
                 self.evaluation(fields["when"], fields["success"])
+            case "failed":
+                pass  # the command prints it
             case other:
                 raise ValueError(f"unknown event kind {other!r}")
 

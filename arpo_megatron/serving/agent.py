@@ -3,8 +3,10 @@
 Token ids in, token ids out, as in training: sampled text is never tokenized again.
 """
 
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any
@@ -95,10 +97,12 @@ class Agent:
     codec: TextCodec
     prompt: Callable[[Sequence[dict[str, str]]], str]
     """Messages -> the text that the model is prompted with."""
+    training_limits: RolloutLimits | None = None
+    """The limits of training, for continuations of its trees; None: `limits`."""
 
     async def answer(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         max_tokens: int | None,
         trajectory_id: str,
@@ -108,7 +112,8 @@ class Agent:
         """Yield the events of one answer; the last one is `Ended`.
 
         Args:
-            messages: the conversation, with `role` and `content`.
+            messages: the conversation, with `role` and `content`. An earlier answer of the agent has `tool_steps`,
+                whose results are inserted again: `result`, and `offset`, the number of characters before it.
             sampling: how tokens are drawn.
             max_tokens: most tokens of the answer, tool results included; None: the limit of the agent.
             trajectory_id: names the conversation to the tool service.
@@ -119,10 +124,25 @@ class Agent:
             EngineRefusedError, aiohttp.ClientError: the engine failed.
             SandboxUnavailable: the tool service failed.
         """
-        ids = self.codec.encode(self.prompt(messages))
+        ids = self._prompt_ids(messages)
         start = Start(ids, len(ids))
         async for event in self.proceed(start, sampling, max_tokens, trajectory_id, logprobs=logprobs):
             yield event
+
+    def _prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation. A result is tokenized alone: it cannot spell special tokens."""
+        mark, results, plain = secrets.token_hex(16), list[str](), []
+        for message in messages:
+            text, written = "", 0
+            for step in message.get("tool_steps") or ():
+                text += f"{message['content'][written : step['offset']]}{mark}{len(results)};"
+                written = step["offset"]
+                results.append(step["result"])
+            plain.append({"role": message["role"], "content": text + message["content"][written:]})
+        ids: list[int] = []
+        for number, part in enumerate(re.split(rf"{mark}(\d+);", self.prompt(plain))):
+            ids += self._tokens(results[int(part)]) if number % 2 else self.codec.encode(part)
+        return ids
 
     async def proceed(
         self, start: "Start", sampling: Sampling, max_tokens: int | None, trajectory_id: str, *, logprobs: bool = False

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import aiohttp
@@ -41,11 +41,21 @@ _ANSWERS = "arpo_answers"
 """Key of a request's scope: the number of answers that it has in progress."""
 
 
+class PastStep(BaseModel):
+    """A tool call of an earlier answer; its other fields are ignored."""
+
+    result: str
+    offset: int = Field(ge=0)
+    """Number of characters of the answer before it."""
+
+
 class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str
+    tool_steps: list[PastStep] = []
+    """The tool calls of an answer of the agent, whose results its model has read."""
 
 
 class ChatRequest(BaseModel):
@@ -203,7 +213,7 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
                     tokens += event.tokens
                 case ToolStep():
                     served.counts["tool_calls"] += 1
-                    steps.append(event.to_dict())
+                    steps.append({**event.to_dict(), "offset": len(text)})
                 case Ended():
                     ended = event
     if failed:
@@ -217,7 +227,9 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
 async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
     found: list[dict[str, Any]] = []
     async with _failing(served) as failed:
-        found = await continuations(served.agent, served.sampling_of(wanted), wanted)
+        agent, own = served.agent, served.sampling_of(wanted)
+        sampling = Sampling(own.temperature, own.top_p, own.seed)  # as in training, which has no other settings
+        found = await continuations(replace(agent, limits=agent.training_limits or agent.limits), sampling, wanted)
     if failed:
         return failed[0]
     text = served.agent.codec.decode(wanted.token_ids)
@@ -266,15 +278,18 @@ async def _stream(
         body = {**head, "object": "chat.completion.chunk", "choices": [choice], **more}
         return f"data: {json.dumps(body)}\n\n"
 
+    written = 0
+
     try:
         yield chunk({"role": "assistant", "content": ""})
         async for event in events:
             match event:
                 case TextDelta():
+                    written += len(event.text)
                     yield chunk({"content": event.text}, tokens=event.tokens)
                 case ToolStep():
                     served.counts["tool_calls"] += 1
-                    yield chunk({"tool_steps": [event.to_dict()]})
+                    yield chunk({"tool_steps": [{**event.to_dict(), "offset": written}]})
                 case Ended():
                     yield chunk({}, event.reason, usage=_usage(event))
     except (*_REFUSED, *_UNAVAILABLE) as error:

@@ -1,7 +1,7 @@
 """`arpo chat`: a conversation with a served agent in the terminal, through the official openai client."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -40,20 +40,21 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
     while (said := read()) is not None:
         messages.append({"role": "user", "content": said})
         try:
-            answer = "".join(_shown(client, model, messages, console, show_entropy))
+            answer = _answer(client, model, messages, console, show_entropy)
         except openai.APIError as error:
             console.print(Text(f"error: {_harmless(str(error))}", "red"))
             messages.pop()
             continue
         console.print()
-        messages.append({"role": "assistant", "content": answer})
+        messages.append(answer)
 
 
-def _shown(
+def _answer(
     client: openai.OpenAI, model: str, messages: list[Any], console: Console, show_entropy: bool
-) -> Iterator[str]:
-    """Print one answer as it arrives, and yield the model's text."""
+) -> dict[str, Any]:
+    """Print one answer as it arrives, and return its message. The next turn needs the results of its tools, too."""
     turn: list[float] = []
+    text, steps = "", list[Any]()
     answer = client.chat.completions.create(model=model, messages=messages, stream=True, logprobs=show_entropy)
     for chunk in answer:
         if not chunk.choices:
@@ -63,13 +64,15 @@ def _shown(
         turn += entropies
         if delta.content:
             console.print(Text(_harmless(delta.content), _style(entropies)), end="")
-            yield delta.content
+            text += delta.content
         for step in getattr(delta, "tool_steps", None) or ():
+            steps.append(step)
             _print_mean(turn, console)
             console.print()
             console.print(Text(_harmless(f"  {step['name']} {step['status']} in {step['seconds']} s"), "cyan"))
             console.print(Text("\n".join(f"  | {printable(line)}" for line in step["result"].splitlines()), "green"))
     _print_mean(turn, console)
+    return {"role": "assistant", "content": text, "tool_steps": steps}
 
 
 def _harmless(text: str) -> str:

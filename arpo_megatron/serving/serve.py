@@ -216,6 +216,7 @@ async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> 
             replace(limits, protocol=protocol),
             TokenizerCodec(target.model),
             prompt_of(target.model, protocol),
+            replace(RolloutLimits.training(config), protocol=protocol),
         )
 
 

@@ -116,7 +116,7 @@ def _state(run: RunDirectory, events: Sequence[Row], steps: int, now: float) -> 
         return "finished"
     if is_locked(run):
         return "running"
-    if events and events[-1]["kind"] == "user_error":
+    if events and events[-1]["kind"] in ("failed", "user_error"):
         return "failed"
     return "running" if events and now - events[-1]["time"] < _SILENT_S else "stopped"
 

@@ -43,7 +43,7 @@ def scripted_engine() -> Iterator[Callable[[ScriptedEngine], ScriptedEngine]]:
         app.router.add_get("/health", engine.done)
         for path in ("/abort_request", "/flush_cache"):
             app.router.add_post(path, engine.done)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         runners.append(runner)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo_megatron.engine import affinity
 from arpo_megatron.engine.affinity import FIRST_BACKOFF_S, MAX_BACKOFF_S, ROUTING_KEY_HEADER, EngineState, pick_engine
 from arpo_megatron.engine.client import EngineClient, EngineUnavailableError
 from arpo_megatron.engine.request import Generation, Sampling
@@ -83,7 +84,7 @@ def test_tree_stays_on_one_engine_and_common_prefix_is_on_each(scripted_engine: 
 
 
 def test_hanging_engine_does_not_delay_the_common_prefill(scripted_engine: Start) -> None:
-    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 4.0, 0.2)]
+    engines = [scripted_engine(ScriptedEngine(str, delay_s=lambda _text, s=s: s)) for s in (0.0, 60.0, 0.2)]
 
     async def run() -> tuple[list[tuple[int, int]], float]:
         async with EngineClient(*(engine.url for engine in engines)) as client:
@@ -92,7 +93,7 @@ def test_hanging_engine_does_not_delay_the_common_prefill(scripted_engine: Start
 
     found, seconds = asyncio.run(run())
     assert found == [(20, 0)] * 2
-    assert seconds < 4.0  # as long as the one that hangs
+    assert seconds < 60.0  # as long as the one that hangs
 
 
 def test_common_prefill_restarts_after_a_push(
@@ -197,7 +198,10 @@ def test_trees_bypass_a_router_to_an_engine_with_old_weights(scripted_engine: St
 
 
 @pytest.mark.parametrize("routed", [False, True])
-def test_failed_request_leaves_other_trees_and_the_cache_alone(scripted_engine: Start, routed: bool) -> None:
+def test_failed_request_leaves_other_trees_and_the_cache_alone(
+    scripted_engine: Start, routed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(affinity, "FIRST_BACKOFF_S", 600.0)
     failing = [True]
     engine = scripted(
         scripted_engine, fails=lambda body: body["input_ids"][0] == 1 and failing.pop() if failing else False
@@ -212,11 +216,9 @@ def test_failed_request_leaves_other_trees_and_the_cache_alone(scripted_engine: 
             while not client.retries:
                 await asyncio.sleep(0.001)
             assert [client.cache_id(key) for key in "ab"] == caches
-            started = time.monotonic()
             await answer(client, "b")
-            assert time.monotonic() - started < FIRST_BACKOFF_S
-            await failed
-            assert dict(client.retries) == {"HTTP 500": 1}
+            assert dict(client.retries) == {"HTTP 500": 1} and not failed.done()
+            failed.cancel()
 
     asyncio.run(run())
 

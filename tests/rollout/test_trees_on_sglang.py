@@ -2,6 +2,7 @@
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -76,7 +77,15 @@ def rollouts(engine: EngineHandle, sandbox_url: str, tiny_model: Path) -> Iterat
 
 
 def flush_cache(engine: EngineHandle) -> None:
-    urllib.request.urlopen(urllib.request.Request(f"{engine.url}/flush_cache", method="POST")).read()
+    """Empty the engine's cache. It refuses that until it has noticed that its last request has ended."""
+    for attempt in range(50):
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{engine.url}/flush_cache", method="POST")).read()
+            return
+        except urllib.error.HTTPError:
+            if attempt == 49:
+                raise
+            time.sleep(0.2)
 
 
 def test_trees_grow_and_the_cache_serves_the_predicted_share(

@@ -47,6 +47,7 @@ def served(
     limits: RolloutLimits = LIMITS,
     token: str | None = TOKEN,
     plain: bool = False,
+    prompt: Callable[[Any], str] = lambda messages: messages[-1]["content"],
 ) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -55,7 +56,7 @@ def served(
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            agent = Agent(session, engine_url, None, tools, limits, codec, lambda messages: messages[-1]["content"])
+            agent = Agent(session, engine_url, None, tools, limits, codec, prompt)
             app = application(Served(agent, "agent", Sampling(), token, concurrency, plain, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
@@ -242,6 +243,22 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
     assert [[segment["finish"] for segment in one["segments"]] for one in last] == [["call_limit"]] * 2
     refused = httpx.post(f"{address}/v1/continuations", json=body | {"n": 17}, headers=headers, timeout=60)
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("n: ")
+
+
+def test_second_turn_has_the_results_of_the_first(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(lambda text: planned(*PLAN)(text) if text.count("?") < 2 else "Again."))
+    said = iter([PROMPT, "And?", None])
+    first, second, last = PLAN
+
+    def prompt(messages: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+    with served(engine.url, sandbox_url, prompt=prompt) as url:
+        console = Console(file=io.StringIO(), width=200)
+        chat(f"{url}/v1", TOKEN, console=console, read=lambda: next(said))
+    seen = CODEC.decode(engine.requests[-1]["input_ids"])
+    frames = [f" <result>\n{result}\n</result>" for result in (2, 4)]
+    assert seen == f"{PROMPT}{first}{frames[0]}{second}{frames[1]}{last}And?"
 
 
 def test_chat_shows_text_calls_and_results(address: str) -> None:

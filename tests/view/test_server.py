@@ -172,6 +172,9 @@ def test_page_follows_a_run(tmp_path: Path) -> None:
         later = client.get("/data/run", headers={"If-None-Match": first.headers["etag"]})
         assert (later.status_code, later.json()["step"], later.json()["state"]) == (200, 3, "running")
         assert later.json()["eta_s"] == pytest.approx(3.0)
+        EventLog(run.events).emit("failed", text="the trainer died")
+        failed = client.get("/data/run").json()
+        assert (failed["state"], failed["last_event"]["text"]) == ("failed", "the trainer died")
         assert not is_locked(run)
         with run.locked():
             assert is_locked(run)
