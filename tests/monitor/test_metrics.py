@@ -23,6 +23,7 @@ from arpo_megatron.monitor.wandb_run import WandbRun, add_evaluation
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from tests.tools_sandbox.helpers.services import wait_until
 
 CONFIG = JobConfig(name="test")
 
@@ -142,6 +143,8 @@ def test_wandb_gets_artifacts_samples_and_evaluations(tmp_path: Path, monkeypatc
     assert add_evaluation(tmp_path, config, {"gsm8k": {"accuracy": 0.5, "metric": "math"}}).startswith(
         "wandb: wandb sync"
     )
+    # wandb's service writes the end of the file after the run has been closed.
+    wait_until(lambda: sum(record.HasField("exit") for record in records_of(tmp_path)) == 2)
     records = records_of(tmp_path)
     artifacts = {record.artifact.type: record.artifact for record in records if record.HasField("artifact")}
     assert set(artifacts) >= {"config", "model"}
