@@ -34,7 +34,7 @@ from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.utils.ports import free_ports, is_loopback
 from arpo_megatron.utils.processes import last_lines, stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
-from arpo_megatron.utils.temporary import TemporaryFolder
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 SCRATCH_PREFIX = "arpo-scratch-"
 """Name prefix of folders with sockets and other short-lived files. The process that starts their user locks them."""

@@ -14,7 +14,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.service_spec import ServiceSpec
-from arpo_megatron.utils.temporary import TemporaryFolder
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 
 class Backend(Protocol):

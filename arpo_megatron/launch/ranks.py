@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arpo_megatron.utils.processes import REAP_DEADLINE_S, STORE_FILE, bind_to_parent, exit_code, how_it_ended
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals, interrupts_deferred, interrupts_ignored
-from arpo_megatron.utils.temporary import TemporaryFolder
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 _FOLDER_PREFIX = "arpo-ranks-"
 _POLL_INTERVAL_S = 0.05

@@ -11,7 +11,7 @@ from arpo_megatron.rollout.messages import ServiceSettings
 from arpo_megatron.rollout.service import rollout_service, rollout_socket
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import stop_groups
-from arpo_megatron.utils.temporary import TemporaryFolder
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 STARTUP_S = 180.0
 
