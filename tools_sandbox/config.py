@@ -9,9 +9,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from tools_sandbox.utils.yaml import NotYamlError, load_yaml
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -322,10 +323,10 @@ def load_config(path: Path | None) -> SandboxConfig:
     if path is None:
         return SandboxConfig()
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (NotYamlError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     try:
         # An empty or fully commented file parses as None.

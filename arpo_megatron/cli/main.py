@@ -35,9 +35,9 @@ from arpo_megatron.cli.study import app as study
 from arpo_megatron.cli.view import app as view
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import dump_config
-from arpo_megatron.config.yaml import yaml_text
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.jobs import choose_run, resolve
+from tools_sandbox.utils.yaml import yaml_text
 
 if TYPE_CHECKING:
     from arpo_megatron.plan import Hardware

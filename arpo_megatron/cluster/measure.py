@@ -11,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT
@@ -20,6 +18,7 @@ from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.errors import UserError
 from arpo_megatron.plan.node_layout import NodeLayout
 from arpo_megatron.utils.atomic import atomic_write
+from tools_sandbox.utils.yaml import NotYamlError, load_yaml
 
 LIMIT_MIN = 10
 """Time limit of the job, in minutes."""
@@ -103,8 +102,8 @@ def keep(path: Path, speeds: Mapping[str, float], nodes: int) -> None:
         if not count:
             text = f"{text.rstrip()}\n{line}\n"
     try:
-        yaml.safe_load(text)
+        load_yaml(text)
         with atomic_write(path) as file:
             file.write_text(text, encoding="utf-8")
-    except (yaml.YAMLError, OSError):
+    except (NotYamlError, OSError):
         raise UserError(f"{path} cannot be edited; add to the profile: {', '.join(lines)}") from None

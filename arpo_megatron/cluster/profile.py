@@ -14,11 +14,12 @@ from pydantic.dataclasses import dataclass
 from arpo_megatron.cluster import slurm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.fields import NonNegative, Positive, PositiveFloat
-from arpo_megatron.config.yaml import read_yaml, yaml_text
+from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.specs import GB
 from arpo_megatron.plan import GPUS, Hardware
 from arpo_megatron.plan.timing import LINK_SHARE
+from tools_sandbox.utils.yaml import yaml_text
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 DIRECTORY = Path(__file__).with_name("profiles").resolve()

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-import yaml
 
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, git, snapshot
 from arpo_megatron.cluster.profile import read_profile
 from arpo_megatron.errors import UserError
+from tools_sandbox.utils.yaml import yaml_text
 
 if TYPE_CHECKING:
     from nemo_run import SSHTunnel
@@ -105,7 +105,7 @@ def payload_of(
     node: LoginNode, command: str, arguments: Sequence[str | None], options: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return what `cli.login_node` reads: arguments, files and environment. See `run_on_login_node`."""
-    files = {f"{Path(node.cluster).stem}.yaml": yaml.safe_dump(dict(node.profile))}
+    files = {f"{Path(node.cluster).stem}.yaml": yaml_text(dict(node.profile))}
     sent = [command, *(each for each in arguments if each is not None), "--cluster", next(iter(files))]
     for name, value in options.items():
         if isinstance(value, Path):

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from arpo_megatron.config.job import JobConfig
-from arpo_megatron.config.yaml import yaml_text
 from arpo_megatron.utils.atomic import atomic_write
+from tools_sandbox.utils.yaml import yaml_text
 
 JOB = TypeAdapter(JobConfig)
 

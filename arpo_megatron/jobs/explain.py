@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.jobs import resolve
+from tools_sandbox.utils.yaml import yaml_text
 
 
 def sources(layers: Sequence[resolve.Layer]) -> dict[str, resolve.Layer]:
@@ -44,11 +43,7 @@ def _lines(values: Mapping[str, Any], prefix: str, origins: Mapping[str, resolve
             yield f"{indent}{key}:"
             yield from _lines(value, f"{prefix}{key}.", origins)
             continue
-        text = f"{indent}{key}: {_yaml(value)}"
+        text = f"{indent}{key}: {yaml_text(value, flow=True)}"
         layer = origins.get(f"{prefix}{key}")
         default = layer is None or layer.source is resolve.Source.DEFAULT
         yield text if default else f"{text:<48}  # {layer}"
-
-
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()

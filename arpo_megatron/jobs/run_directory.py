@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import yaml
-
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.atomic import read_json
+from tools_sandbox.utils.yaml import load_yaml
 
 Phase = Literal["train", "sft"]
 """Training phases of a job: "sft" is the cold start, "train" is ARPO."""
@@ -204,7 +203,7 @@ class RunDirectory:
     @property
     def searchable(self) -> bool:
         """Whether the tool service has a corpus or a search engine."""
-        search = yaml.safe_load(self.sandbox_config.read_text(encoding="utf-8"))["search"]
+        search = load_yaml(self.sandbox_config.read_text(encoding="utf-8"))["search"]
         return bool(search["sources"]) or search.get("engine", "local") != "local"
 
     def read_result(self) -> dict[str, Any]:

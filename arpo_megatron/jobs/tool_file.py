@@ -6,13 +6,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from arpo_megatron.config import SandboxConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import atomic_write
 from tools_sandbox.config import ConfigError, load_config
+from tools_sandbox.utils.yaml import NotYamlError, load_yaml, yaml_text
 
 Values = dict[str, Any]
 
@@ -60,7 +59,7 @@ def write_tool_config(sandbox: SandboxConfig, run: RunDirectory, sources: Sequen
         with atomic_write(run.sandbox_user_file) as partial:
             partial.write_text(text, encoding="utf-8")
     with atomic_write(run.sandbox_config) as partial:
-        partial.write_text(yaml.safe_dump(_merged(user, sandbox, sources)), encoding="utf-8")
+        partial.write_text(yaml_text(_merged(user, sandbox, sources)), encoding="utf-8")
     return [f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"] if changed else []
 
 
@@ -71,8 +70,8 @@ def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
         UserError: the service refuses the file, it contains a secret, or it contradicts section `sandbox`.
     """
     try:
-        values = yaml.safe_load(_read_text(path))
-    except yaml.YAMLError:
+        values = load_yaml(_read_text(path))
+    except NotYamlError:
         values = None  # `load_config` raises the message
     for where, name in _secrets(values):
         raise UserError(f"sandbox.file={path}: {where} is a secret, which no file may hold. {_fix(where, name)}")

@@ -29,6 +29,7 @@ from tools_sandbox.config import ConfigError, SandboxConfig, Source, load_config
         ("browse: {base_url: 'file:///etc'}", ["browse.base_url", "https?://"]),
         ("- 1\n", ["top level"]),
         ("a: [\n", ["not YAML"]),
+        ("workers: 1\nworkers: 2\n", ["not YAML", 'duplicate key "workers"']),
     ],
 )
 def test_bad_value_or_key_is_named_in_one_line(tmp_path: Path, text: str, parts: list[str]) -> None:

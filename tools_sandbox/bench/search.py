@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import yaml
 
 from tools_sandbox.bench.service import service
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.utils.yaml import yaml_text
 
 _VOCABULARY = 200_000
 _WORDS = 100
@@ -41,7 +41,7 @@ def bench_search(passages: int = 100_000, queries: int = 1000, folder: Path | No
         corpus, config = root / "corpus.jsonl", root / "config.yaml"
         _write_corpus(corpus, passages)
         search = {"sources": [{"path": str(corpus), "format": "jsonl"}], "index_path": str(root / "index")}
-        config.write_text(yaml.safe_dump({"search": search}))
+        config.write_text(yaml_text({"search": search}))
         build_s, used = _build(config)
         index_bytes = sum(path.stat().st_size for path in (root / "index").rglob("*") if path.is_file())
         with service({"search": search}) as running, SandboxClient(running.url) as client:

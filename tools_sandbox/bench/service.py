@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from tools_sandbox.utils.yaml import yaml_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def service(config: dict[str, object]) -> Iterator[Service]:
     """Run a service with a configuration on a free port. Raises RuntimeError with the reason if it does not start."""
     with tempfile.TemporaryDirectory() as name:
         file, log = Path(name) / "config.yaml", Path(name) / "log"
-        file.write_text(yaml.safe_dump(config))
+        file.write_text(yaml_text(config))
         command = [sys.executable, "-m", "tools_sandbox", "--port", "0", "--config", str(file)]
         with log.open("wb") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
             try:
