@@ -126,7 +126,7 @@ def _tail(path: Path, start: int) -> list[str]:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 

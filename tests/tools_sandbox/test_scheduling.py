@@ -111,26 +111,6 @@ def test_refused_and_abandoned_calls_cost_no_turn() -> None:
     assert asyncio.run(run()) <= 3
 
 
-@given(st.integers(2, 20))
-def test_one_flow_cannot_hold_every_slot(slots: int) -> None:
-    async def run() -> None:
-        queue, end = FairQueue(slots, 1000), asyncio.Event()
-
-        async def never_ends() -> None:
-            async with queue.slot("hog", 10):
-                await end.wait()
-
-        hog = [asyncio.create_task(never_ends()) for _ in range(3 * slots)]
-        await asyncio.sleep(0)
-        assert slots // 2 <= queue.running < slots
-        async with queue.slot("other", 1):
-            pass
-        end.set()
-        await asyncio.gather(*hog)  # all of them get a slot
-
-    asyncio.run(run())
-
-
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["run", "cancel", "time out"])), max_size=25))
 def test_slots_are_never_lost(events: list[tuple[str, str]]) -> None:
     async def run() -> None:

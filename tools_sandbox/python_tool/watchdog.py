@@ -26,17 +26,8 @@ _LOST = 3
 """Exact measurements that end without a result, one after the other, until the upper bound counts instead."""
 _STATUS = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|VmSize):\s*(\d+) kB", re.MULTILINE)
 _ROLLUP = re.compile(rb"^(?:Pss_Anon|Pss_Shmem|SwapPss):\s*(\d+) kB", re.MULTILINE)
-
-
-def _read_most_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
-    """Return the limit of the mappings of one process; the largest that Linux accepts if it cannot be read."""
-    try:
-        return int(limit.read_text())
-    except (OSError, ValueError):
-        return (1 << 31) - 1
-
-
-_MOST_MAPPINGS = _read_most_mappings()
+_MOST_MAPPINGS = int(Path("/proc/sys/vm/max_map_count").read_text())
+"""Limit of the mappings of one process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,6 @@ log = logging.getLogger("tools_sandbox")
 
 _FORMAT = 3
 """Version of the folder's format. An index of another version is rebuilt."""
-_KEYS = {"settings", "stats", "digests", "files", "passages", "remembered", "seconds"}
-"""Keys of the folder's description, index.json."""
 _FILES = {"index.json", "bm25", "remembered.db"}
 """Entries of the folder."""
 _HEAP_BYTES_PER_THREAD = 64 << 20
@@ -65,26 +63,17 @@ def ensure_index(config: SearchConfig) -> None:
 
 
 def is_current(config: SearchConfig) -> bool:
-    """Return True if the folder holds a whole index of the sources in their present state.
+    """Return True if the folder holds an index of the sources in their present state.
 
     A source is read only if its size or time differs from the recorded one.
     """
     meta = _read_meta(config)
-    if meta is None or meta["settings"] != _settings(config) or not _is_whole(config, meta):
+    if meta is None or meta["settings"] != _settings(config):
         return False
     if meta["stats"] == [_stat(source.path) for source in config.sources]:
         return True
     digests: list[str] = meta["digests"]
     return digests == [content_digest(source.path) for source in config.sources]
-
-
-def _is_whole(config: SearchConfig, meta: dict[str, Any]) -> bool:
-    """Return whether no file of the index is missing or truncated."""
-    assert config.index_path is not None
-    try:
-        return all((config.index_path / name).stat().st_size == size for name, size in meta["files"].items())
-    except OSError:
-        return False
 
 
 def build(config: SearchConfig) -> dict[str, Any]:
@@ -129,14 +118,22 @@ def _build_and_replace(config: SearchConfig, folder: Path) -> None:
             "remembered": remembered,
             "seconds": round(time.monotonic() - began, 1),
         }
-        files = [path for path in sorted(building.rglob("*")) if path.is_file() and path.suffix != ".lock"]
-        meta["files"] = {str(path.relative_to(building)): path.stat().st_size for path in files}
         (building / "index.json").write_text(json.dumps(meta))
+        for path in [*building.rglob("*"), building]:
+            _flush(path)  # before the rename: a folder with its final name is whole, also after a power cut
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _write_passages(config: SearchConfig, folder: Path) -> int:
@@ -193,7 +190,7 @@ def _read_meta(config: SearchConfig) -> dict[str, Any] | None:
         meta: dict[str, Any] = json.loads((config.index_path / "index.json").read_text())
     except (OSError, ValueError):
         return None
-    return meta if isinstance(meta, dict) and set(meta) >= _KEYS else None
+    return meta
 
 
 def _stat(path: Path) -> list[int]:
@@ -225,6 +222,7 @@ class SearchIndex:
         self._remembered = sqlite3.connect(
             f"{(folder / 'remembered.db').resolve().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
         )
+        self._remembered.execute("SELECT query FROM remembered LIMIT 1")
         self._bm25 = Index.open(str(folder / "bm25")) if self.passages else None
 
     def remembered(self, query: str) -> list[str] | None:

@@ -27,8 +27,6 @@ _MIB = 1 << 20
 _PAGE_BYTES = 4096
 _SCHEMA_VERSION = 3
 """Version of the table, stored as the file's `user_version`. The table of another version is dropped."""
-_FILE_ERRORS = (sqlite3.Error, ValueError)
-"""Errors of a full disk or a truncated file, and of rows whose text is not JSON."""
 _BUSY_S = 5.0
 """Seconds that a service waits for another one that is writing to the same file."""
 
@@ -82,7 +80,7 @@ class AnswerFile:
         except ConfigError:
             self._thread.shutdown()
             raise
-        except _FILE_ERRORS as error:
+        except sqlite3.Error as error:
             self._thread.shutdown()
             reason = " ".join(str(error).split())
             raise ConfigError(f"cache.sqlite_path: {path}: {reason}; it may be deleted") from error
@@ -112,7 +110,7 @@ class AnswerFile:
         return database
 
     async def get(self, key: str) -> _Entry | None:
-        """Return the entry of a key unless it has expired. Raises one of `_FILE_ERRORS` for a damaged file."""
+        """Return the entry of a key unless it has expired. Raises sqlite3.Error for a damaged file."""
 
         def read() -> _Entry | None:
             statement = "SELECT status, text, expires FROM results WHERE key = ? AND expires > ?"
@@ -122,7 +120,7 @@ class AnswerFile:
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
     async def put(self, key: str, entry: _Entry) -> None:
-        """Store a result and remove the oldest ones beyond the bounds. Raises one of `_FILE_ERRORS`."""
+        """Store a result and remove the oldest ones beyond the bounds. Raises sqlite3.Error."""
 
         def write() -> None:
             with self._database:
@@ -150,7 +148,7 @@ class AnswerFile:
 
     def close(self) -> None:
         """Finish pending writes and close the file."""
-        with contextlib.suppress(*_FILE_ERRORS):
+        with contextlib.suppress(sqlite3.Error):
             self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
@@ -236,7 +234,7 @@ class AnswerCache:
             return None
         try:
             return await self._file.get(key)
-        except _FILE_ERRORS as error:
+        except sqlite3.Error as error:
             self._note_file_error("read", error)
             return None
 
@@ -245,7 +243,7 @@ class AnswerCache:
             return
         try:
             await self._file.put(key, entry)
-        except _FILE_ERRORS as error:
+        except sqlite3.Error as error:
             self._note_file_error("written", error)
 
     def _note_file_error(self, action: str, error: Exception) -> None:

@@ -33,19 +33,17 @@ class _Flow:
 class FairQueue:
     """Slots for running calls, and the calls that wait for one. Belongs to one event loop.
 
-    slots: calls that may run at a time. One flow gets at most three quarters of them, so that calls that never end
-    cannot keep all other flows from running.
+    slots: calls that may run at a time.
     max_waiting: calls that may wait.
     """
 
     def __init__(self, slots: int, max_waiting: int) -> None:
         self.slots, self.max_waiting = slots, max_waiting
-        self._slots_per_flow = max(3 * slots // 4, 1)
         self.running = self.waiting = 0
         self._flows: dict[str, _Flow] = {}
         """Flows with calls, and some idle flows whose next turn lies in the future."""
         self._heap: list[tuple[int, int, _Flow]] = []
-        """Flows that have waiting calls and may run one more, by tag, then by arrival. Each flow is in it once."""
+        """Flows that have waiting calls, by tag, then by arrival. Each flow is in it once."""
         self._now = 0
         self._numbers = itertools.count()
 
@@ -84,11 +82,10 @@ class FairQueue:
     def _leave(self, flow: _Flow) -> None:
         self.running -= 1
         flow.running -= 1
-        self._offer(flow)
         self._give_slots()
 
     def _offer(self, flow: _Flow) -> None:
-        if flow.turns and flow.running < self._slots_per_flow and not flow.in_heap:
+        if flow.turns and not flow.in_heap:
             flow.in_heap = True
             heapq.heappush(self._heap, (flow.tag, next(self._numbers), flow))
 
