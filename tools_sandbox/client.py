@@ -59,7 +59,7 @@ class SandboxUnavailable(SandboxError):  # noqa: N818 - the contract's name
 
 
 class SandboxDenied(SandboxError):  # noqa: N818 - the contract's name
-    """The service rejected the request: wrong token or malformed request. Not retried."""
+    """The service rejected the request (wrong token, malformed request), or it is no tool service. Not retried."""
 
 
 class _RetryableError(Exception):
@@ -120,7 +120,11 @@ class _Call:
         try:
             return ToolAnswer.from_dict(json.loads(content))
         except ValueError as error:
-            raise SandboxDenied(f"{self._url} does not speak the tool service's protocol: {error}") from error
+            raise self.denied(error) from error
+
+    def denied(self, cause: BaseException) -> SandboxDenied:
+        """Return the error for a reply that no tool service sends."""
+        return SandboxDenied(f"{self._url} does not speak the tool service's protocol: {cause}")
 
     def unavailable(
         self, attempts: int, cause: BaseException, statuses: Sequence[int | None] = ()
@@ -216,6 +220,8 @@ class SandboxClient:
             raise call.unavailable(1, error) from error
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _RetryableError(str(error)) from error
+        except requests.RequestException as error:  # redirects without end, a reply that cannot be unpacked
+            raise call.denied(error) from error
         return call.read_answer(reply.status_code, reply.headers, reply.content)
 
     def close(self) -> None:
@@ -282,6 +288,8 @@ class AsyncSandboxClient:
             raise call.unavailable(1, error) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _RetryableError(str(error)) from error
+        except aiohttp.ClientError as error:
+            raise call.denied(error) from error
         return call.read_answer(status, headers, content)
 
     async def tools(self) -> dict[str, dict[str, Any]]:

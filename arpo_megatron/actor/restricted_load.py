@@ -46,6 +46,7 @@ _RECIPE_CLASSES = frozenset(
 )
 """Classes of an FP8 recipe in Transformer Engine 2; calling one runs no code of its arguments."""
 _MORE = "it holds more than tensors and plain values"
+_REASON_CHARS = 200
 
 
 class RestrictedLoad(megatron_torch.TorchDistLoadShardedStrategy):  # type: ignore[misc]  # Megatron has no types
@@ -133,20 +134,22 @@ class _Planner(megatron_torch.MCoreLoadPlanner):  # type: ignore[misc]  # Megatr
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError:
-            raise _refusal(key, _MORE) from None
-        set_element(self.original_state_dict, self.mappings[key], loaded)
+        set_element(self.original_state_dict, self.mappings[key], _load(key, value))
 
 
 def load_common(path: Path) -> dict[str, Any]:
     """Read the state that is not sharded. Raises UserError if it holds anything but tensors and plain values."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise _refusal(path, _MORE) from None
+    state: dict[str, Any] = _load(path, io.BytesIO(path.read_bytes()), map_location="cpu")
     return state
+
+
+def _load(where: Path | str, content: io.BytesIO, map_location: str | None = None) -> Any:
+    try:
+        return torch.load(content, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError:  # its text advises to load without limits
+        raise _refusal(where, _MORE) from None
+    except Exception as error:  # a damaged archive can raise anything
+        raise _refusal(where, " ".join(str(error).split())[:_REASON_CHARS]) from None
 
 
 def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:

@@ -22,7 +22,8 @@ class SaveWatch:
 
     Args:
         directory: where the save writes.
-        log: takes a line. It may block on the same file system, so the line also goes to standard error first.
+        log: takes a line. The line goes to standard error first, since the log may wait for the same file system. If
+            standard error does so too, the launcher reports the file system (`launch/silent_directory.py`).
         interval_s: seconds until the first line, and between lines.
     """
 

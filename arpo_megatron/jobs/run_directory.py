@@ -221,7 +221,11 @@ class RunDirectory:
         return (self.sft_model / "config.json").exists()
 
     def remove_partial(self) -> None:
-        """Delete the files of interrupted writes. A job writes NAME.tmp and then renames it."""
+        """Delete what a killed job has left: files of interrupted writes, and its marks `memory_lent` and `stop`.
+
+        A job writes NAME.tmp and renames it. NAME.replaced.tmp is what NAME was before; a job that was killed between
+        both renames has left no NAME, which is exported again.
+        """
         models = [self.initial_model, self.sft_model, self.export]
         found = [path.with_name(path.name + ending) for path in models for ending in (".tmp", ".replaced.tmp")]
         found += [self.memory_lent, self.stop]

@@ -19,6 +19,7 @@ from arpo_megatron.jobs.prompts import environment_notes
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, services
+from arpo_megatron.launch.silent_directory import report_silence
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.launch.tool_check import check_isolation, check_tools
 from arpo_megatron.launch.webhook import news_of, webhook_url
@@ -56,7 +57,7 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
 @contextmanager
 def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = None) -> Iterator[Job]:
     """Lock a run and yield its job, whose processes end with the block. Raises UserError if another job holds it."""
-    with run.locked():
+    with report_silence(run.path, run.config), run.locked():
         run.remove_partial()  # left by a kill -9
         run.health.unlink(missing_ok=True)
         run.scrape_targets.unlink(missing_ok=True)

@@ -87,7 +87,11 @@ def remove(path: Path) -> None:
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source`, whose files are flushed, to `target`, which may exist, and flush the name."""
+    """Rename `source` to `target`, flush the name, then delete what `target` was before.
+
+    The caller has flushed the files of `source`. A crash between the two renames leaves no `target`: the old one is
+    `TARGET.replaced.tmp` then.
+    """
     doomed = target.with_name(target.name + ".replaced.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     if target.exists():

@@ -45,10 +45,13 @@ def into_common_state(checkpoint: Path, code: Code) -> None:
     torch.save({**common, "updates": code}, checkpoint / "common.pt")
 
 
-def replace_object(checkpoint: Path, name: str, content: Any) -> None:
+def replace_object(
+    checkpoint: Path, name: str, content: Any, damage: Callable[[bytes], bytes] = lambda stored: stored
+) -> None:
     """Append an object to the file of shards, and let the metadata refer to it instead of an own one."""
     buffer, metadata = io.BytesIO(), metadata_of(checkpoint)
     torch.save([content], buffer)
+    buffer = io.BytesIO(damage(buffer.getvalue()))
     index, stored = next((i, s) for i, s in metadata.storage_data.items() if name in i.fqn)
     file = checkpoint / stored.relative_path
     metadata.storage_data[index] = replace(stored, offset=file.stat().st_size, length=len(buffer.getvalue()))
@@ -84,6 +87,21 @@ def test_damaged_metadata_is_refused_in_one_line(tmp_path: Path, content: bytes)
     (checkpoint / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata"):
         actor.load(checkpoint)
+
+
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-9], lambda content: bytes(99)])
+@pytest.mark.parametrize("where", ["common.pt", "rng/"])
+def test_damaged_state_is_refused_in_one_line(tmp_path: Path, where: str, damage: Callable[[bytes], bytes]) -> None:
+    actor = new_actor()
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    cases.save(actor, checkpoint)
+    if where == "common.pt":
+        (checkpoint / where).write_bytes(damage((checkpoint / where).read_bytes()))
+    else:
+        replace_object(checkpoint, where, 1, damage)
+    with pytest.raises(UserError, match=f"{where}.* is damaged or may run code") as refused:
+        actor.load(checkpoint)
+    assert "\n" not in str(refused.value)
 
 
 def test_checkpoint_cannot_change_classes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 
 from tests.tools_sandbox.helpers.services import running, running_calls, wait_until, wait_until_gone
 from tools_sandbox.catalog import build_tools, tools_by_name
@@ -80,6 +81,7 @@ def test_mcp_tools_are_checked_and_survive_server_death(start_service: StartServ
     service = start_service({"mcp": {"arithmetic": {**SERVER, **inherited}}}, env={**secret, "PAGES_KEY": "p"})
     with SandboxClient(service.url, token="open sesame") as client:
         assert client.call("add", {"a": 2, "b": 3}).text == "5"
+        assert requests.get(f"{service.url}/health", timeout=60).json()["workers"]["alive"] == 1  # that of the server
         wrong = client.call("add", {"a": "two"})
         assert (wrong.status, '"a"' in wrong.text, "'b'" in wrong.text) == ("error", True, True)
         failed = client.call("fail", {})

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ def test_parser_memory_is_bounded(site: Site, browse: Browse) -> None:
         assert "417" in asyncio.run(read(BrowseArguments(url=site.url("/page")), 20.0)).text
     finally:
         small.close()
+
+
+def test_text_whose_escapes_are_longest_is_read_completely(site: Site, browse: Browse) -> None:
+    """Each character of this page is a JSON escape of 12 characters."""
+    assert browse(site.url("/emoji"), max_chars=100_000).text == "\U0001f600" * 100_000
+
+
+def test_page_that_takes_too_long_to_parse_is_a_timeout(site: Site) -> None:
+    config = BrowseConfig(enabled=True, allow_networks=ALLOW)
+    parser = PageParser(config, PythonConfig())
+    parser.start()
+    try:
+        parser._config = replace(config, timeout_s=0.001)  # its processes keep the longer limit of the service
+        answer = asyncio.run(BrowseTool(config, parser).run(BrowseArguments(url=site.url("/page")), 60.0))
+    finally:
+        parser.close()
+    assert (answer.status, answer.negative) == ("timeout", False)
 
 
 @pytest.mark.parametrize("text", ["[" * 9000, "{", "[]"])

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import requests
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tools_sandbox.helpers.served import serving
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient, SandboxDenied, SandboxUnavailable, ToolAnswer
 
 
@@ -115,6 +117,27 @@ def test_malformed_request_is_denied_without_retry(service: Any, client: Sandbox
         client.call("python", ["not", "a", "mapping"])  # type: ignore[arg-type]  # on purpose
     with SandboxClient(f"{service.url}/elsewhere") as lost, pytest.raises(SandboxDenied, match="404"):
         lost.call("python", {"code": "1"})
+
+
+def test_reply_of_another_program_is_denied() -> None:
+    """It redirects without end."""
+
+    async def around(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect("/call")
+
+    app = web.Application()
+    app.router.add_post("/call", around)
+
+    async def call_async(url: str) -> None:
+        async with AsyncSandboxClient(url) as client:
+            await client.call("python", {"code": "1"})
+
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        with SandboxClient(url) as client, pytest.raises(SandboxDenied, match="does not speak"):
+            client.call("python", {"code": "1"})
+        with pytest.raises(SandboxDenied, match="does not speak"):
+            asyncio.run(call_async(url))
 
 
 def test_client_can_be_used_after_close(service: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -264,6 +265,23 @@ def test_existing_group_gets_limits_before_call(tmp_path: Path) -> None:
             groups.open_slot(7, 512, 5_000_000)
     finally:
         groups.remove()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="no groups of ours here")
+def test_group_that_cannot_be_set_up_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, why_not = cgroups.find()
+    if groups is None:
+        pytest.skip(why_not)
+    groups.remove()
+
+    def no_locks(*_: object) -> None:  # a double: control groups offer locks here
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    groups, why_not = cgroups.find()
+    assert groups is None and "No locks available" in why_not
+    parents = {*cgroups._first_version().values(), *cgroups._second_version().values()}
+    assert not [group for parent in parents for group in parent.glob(f"tools_sandbox-{os.getpid()}-*")]
 
 
 @pytest.mark.parametrize("smallest", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from tests.tools_sandbox.helpers.served import serving
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, DenseConfig, SearchConfig, WebConfig
+from tools_sandbox.search.remote import WebEngine
 from tools_sandbox.search.tool import SearchArguments, SearchTool
 from tools_sandbox.tool import ToolBroken, broken_result
 
@@ -209,6 +212,23 @@ def test_count_of_requests_survives_full_disk(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, count], capture_output=True, text=True, check=False)
     assert "File too large" in done.stderr
     assert int(count.read_text()) == 2
+
+
+def test_count_of_requests_that_cannot_be_locked_ends_start_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(count: Path) -> None:
+        WebEngine(WebConfig("searxng", url="http://127.0.0.1:9", max_requests=3, count_path=count))
+
+    with pytest.raises(ConfigError, match=r"search\.web\.count_path: .* \(No such file or directory\): name a file"):
+        build(tmp_path / "absent" / "count")
+
+    def no_locks(*_: object) -> None:  # a double: no file system here is without locks
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"count cannot be locked \(No locks available\): name a file on another"):
+        build(tmp_path / "count")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class PageParser:
         """python: its `isolation` is required for pages, too."""
         self._config = config
         seconds = math.ceil(config.timeout_s)
+        answer_chars = _JSON_CHARS_PER_CHAR * config.max_chars + 10_000
         limits = Limits(
             time_s=seconds,
             cpu_s=seconds,
@@ -37,8 +38,8 @@ class PageParser:
             disk_mib=1,
             processes=8,
             open_files=64,
-            output_chars=_JSON_CHARS_PER_CHAR * config.max_chars + 10_000,
-            output_mib=max(16 * config.max_chars >> 20, 1),
+            output_chars=answer_chars,
+            output_mib=(answer_chars >> 20) + 1,
         )
         self._pool = PythonPool(
             PythonConfig(preload=(), isolation=python.isolation, ahead=0),
@@ -60,13 +61,16 @@ class PageParser:
         """Return the beginning of the page's text, and the number of characters of all of it.
 
         max_chars: longest beginning in characters, at most that of the configuration. If cancelled, end the process.
-        Raises FetchFailed for a bad page, ToolBroken if no process can be started.
+        Raises FetchFailed for a bad page, TimeoutError for one that takes too long, ToolBroken if no process can be
+        started.
         """
         state = io.BytesIO(pack_state({"page": asdict(page), "max_chars": max_chars}))
         try:
             outcome = await self._pool.run(_CODE, self._config.timeout_s, state=state)
         except (SandboxBroken, SandboxFull) as error:
             raise ToolBroken(str(error)) from error
+        if outcome.status == "timeout":
+            raise TimeoutError
         # The process may be under the control of the page: its answer may be anything.
         try:
             answer = json.loads(outcome.text) if outcome.status == "ok" else {}

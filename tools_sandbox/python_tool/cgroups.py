@@ -117,6 +117,16 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
         _write(parent, "cgroup.subtree_control", " ".join(f"+{controller}" for controller in held.split()))
     os.mkdir(name, dir_fd=parent)
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        _set_up(version, held, folder)
+    except OSError:
+        os.close(folder)
+        os.rmdir(name, dir_fd=parent)
+        raise
+    return folder
+
+
+def _set_up(version: int, held: str, folder: int) -> None:
     # Held while this zygote or one of its calls lives: see `_remove_stale`.
     fcntl.flock(folder, fcntl.LOCK_SH)
     if version == 2:
@@ -126,7 +136,6 @@ def _make_folder(version: int, held: str, parent: int, name: str) -> int:
         cpus = len(os.sched_getaffinity(0))
         name, weight = ("cpu.shares", 1024 * cpus) if version == 1 else ("cpu.weight", min(10_000, 100 * cpus))
         _write(folder, name, str(weight))
-    return folder
 
 
 def _first_version() -> dict[str, Path]:

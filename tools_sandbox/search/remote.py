@@ -109,7 +109,7 @@ class WebEngine:
     """A web search engine. Its key comes from the environment and is sent only in a header."""
 
     def __init__(self, config: WebConfig) -> None:
-        """Raises ConfigError if the address or the key is missing."""
+        """Raises ConfigError if the address or the key is missing, or the file of the cap cannot be locked."""
         self._config, self._provider = config, _PROVIDERS[config.provider]
         url = config.url or self._provider.url
         if url is None:
@@ -120,6 +120,13 @@ class WebEngine:
         self._budget = None
         if config.max_requests is not None:
             self._budget = RequestBudget(config.max_requests, config.count_path)
+            try:
+                self._budget.try_file()
+            except OSError as error:
+                raise ConfigError(
+                    f"search.web.count_path: {config.count_path} cannot be locked ({error.strerror}): name a file on "
+                    "another file system"
+                ) from error
         self._session: aiohttp.ClientSession | None = None
 
     def _key_headers(self) -> dict[str, str]:

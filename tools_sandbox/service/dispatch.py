@@ -85,6 +85,7 @@ class ToolService:
         self._mcp_pools: dict[str, WorkerPool] = {}
         """Pool of one worker by the name of a tool of its MCP server."""
         self._pools = [self._workers]
+        """All of the above."""
         self._queues: dict[str, FairQueue] = {}
         self._requests = RequestDeduplicator(config.keep_answers_s, config.orphan_s)
         self._calls: set[asyncio.Task[ToolAnswer]] = set()
@@ -265,8 +266,8 @@ class ToolService:
             "Retries that executed nothing since the start.",
             lambda: self._requests.retries_answered,
         )
-        watch("workers", "Worker processes alive.", lambda: self._workers.alive)
-        watch("worker_restarts", "Workers replaced since the start.", lambda: self._workers.restarts)
+        watch("workers", "Worker processes alive.", lambda: sum(pool.alive for pool in self._pools))
+        watch("worker_restarts", "Workers replaced since the start.", lambda: sum(p.restarts for p in self._pools))
 
     def health(self) -> dict[str, object]:
         """Return the state of the service and its counts since the start."""
@@ -283,7 +284,10 @@ class ToolService:
                 "entries": len(self._cache),
             },
             "retries_answered": self._requests.retries_answered,
-            "workers": {"alive": self._workers.alive, "restarts": self._workers.restarts},
+            "workers": {
+                "alive": sum(pool.alive for pool in self._pools),
+                "restarts": sum(pool.restarts for pool in self._pools),
+            },
             "python": python.health,
             "isolation": python.isolation,
         }

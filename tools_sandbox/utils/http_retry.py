@@ -38,21 +38,36 @@ class RequestBudget:
     def __init__(self, limit: int, path: Path | None) -> None:
         self._limit, self._path, self._used = limit, path, 0
 
+    def try_file(self) -> None:
+        """Raise OSError if the file cannot be opened or locked, for example since its file system has no locks."""
+        if self._path is not None:
+            os.close(self._open(self._path))
+
     def spend(self) -> None:
         """Count a request. Raises RequestFailed if the cap is reached, and OSError."""
         if self._path is None:
             self._check(self._used)
             self._used += 1
             return
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = self._open(self._path)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
             used = int(os.read(file, _DIGITS) or b"0")
             self._check(used)
             # In place and of one length: a full disk or a kill leaves the old number or the new one.
             os.pwrite(file, b"%0*d" % (_DIGITS, used + 1), 0)
         finally:
             os.close(file)
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        """Return a descriptor that holds the lock until it is closed."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            os.close(file)
+            raise
+        return file
 
     def _check(self, used: int) -> None:
         if used >= self._limit:

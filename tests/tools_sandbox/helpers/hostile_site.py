@@ -61,6 +61,8 @@ def _application(site: Site) -> web.Application:
         match path.strip("/").split("/"):
             case ["page"]:
                 return web.Response(text=HTML, content_type="text/html")
+            case ["emoji"]:
+                return web.Response(text="\U0001f600" * 100_000)
             case ["secret"]:
                 return web.Response(text=SECRET)
             case ["loop"]:
