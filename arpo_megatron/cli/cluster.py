@@ -1,5 +1,7 @@
 """`arpo submit`, `cancel`, `resume` and `doctor`: runs on a cluster, addressed by name."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from arpo_megatron.cli.options import (
     Recipe,
     next_after_dry_run,
     next_command,
+    with_dry_run,
 )
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
@@ -189,6 +192,7 @@ def _submit(
 
 
 @app.command(rich_help_panel=Panel.CLUSTER)
+@with_dry_run
 def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
     """Cancel all jobs of a run, including the queued ones of its chain. `arpo resume` continues the run."""
     from arpo_megatron.cluster import runs
@@ -200,6 +204,7 @@ def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
 
 
 @app.command(rich_help_panel=Panel.START)
+@with_dry_run
 def doctor(
     recipe: Annotated[str | None, typer.Argument(help="Also check the files and the layout of this recipe.")] = None,
     overrides: Overrides = None,
@@ -231,6 +236,7 @@ def doctor(
     profile = None if cluster is None else load_profile(cluster)
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):
+        next_command(f"{shlex.join(['arpo', *sys.argv[1:]])}, after the fixes")
         raise typer.Exit(1)
     if measure and profile is not None and cluster is not None:
         _measure(cluster, profile)

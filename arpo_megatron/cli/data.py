@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Overrides, next_command
+from arpo_megatron.cli.options import Overrides, next_command, with_dry_run
 
 app = typer.Typer(no_args_is_help=True, help="Check a file of questions, or make one from a verifiers environment.")
 
@@ -42,6 +42,7 @@ def check(
 
 
 @app.command()
+@with_dry_run
 def from_verifiers(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The `[env]` block of a verifiers run.")],
     python: Annotated[Path, typer.Option(help="Interpreter of the environment in which verifiers is installed.")],

@@ -17,6 +17,7 @@ from arpo_megatron.cli.options import (
     Recipe,
     next_after_dry_run,
     next_command,
+    with_dry_run,
 )
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.target import Setting
@@ -126,6 +127,7 @@ def evaluate(
 
 
 @app.command("eval-report", rich_help_panel=Panel.EVALUATE)
+@with_dry_run
 def eval_report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="--out directories of finished evaluations.")
@@ -142,6 +144,7 @@ def eval_report(
 
 
 @app.command("judge-report", rich_help_panel=Panel.EVALUATE)
+@with_dry_run
 def judge_report(
     recipe: Recipe,
     labels: Annotated[
@@ -203,6 +206,7 @@ def decontaminate(
     if missing:
         _log(f"skipped, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:
+        next_command(f"remove their rows from {train_data}, then arpo decontaminate {train_data} again")
         raise typer.Exit(1)
     next_command(f"arpo train RECIPE data.path={train_data} --dry-run")
 

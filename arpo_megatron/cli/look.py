@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron.cli.lists import print_table
-from arpo_megatron.cli.options import ClusterOfRun, Panel, RunDir, RunName, next_command, open_run
+from arpo_megatron.cli.options import ClusterOfRun, Panel, RunDir, RunName, next_command, open_run, with_dry_run
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.monitor.progress import duration
@@ -69,6 +69,7 @@ def logs(
         _print_events(local, lines, follow=follow)
     else:
         runs.print_log(local, service, lines=lines, follow=follow, ended=lambda: not _is_running(local))
+    next_command(f"arpo status {run}")
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -108,6 +109,7 @@ def compare(
 
 
 @app.command(rich_help_panel=Panel.LOOK)
+@with_dry_run
 def trees(
     run_dir: RunDir,
     step: Annotated[int | None, typer.Option(help="Step of the trees; default: the last stored one.")] = None,

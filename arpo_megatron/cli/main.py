@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -272,6 +274,7 @@ def plan_command(
         if rollouts is not None:
             print("\n" + rollouts.render(), end="")
     if not found.fits:
+        next_command(shlex.join(["arpo", *sys.argv[1:], "--nodes", str(2 * found.nodes)]))
         raise typer.Exit(1)
     next_command(f"arpo submit {recipe} --cluster NAME --dry-run")
 

@@ -51,7 +51,8 @@ def with_dry_run(function: Callable[P, None]) -> Callable[P, None]:
             return function(*args, **kwargs)
         print((function.__doc__ or "").splitlines()[0])
         for name, value in kwargs.items():
-            print(f"  {name.replace('_', '-')}: {'default' if value is None else value}")
+            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            print(f"  {name.replace('_', '-')}: {'default' if shown is None else shown}")
         return next_after_dry_run()
 
     own = inspect.signature(function)

@@ -106,9 +106,11 @@ def chat(
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
         talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal, show_entropy=show_entropy)
+        next_command(f"arpo chat {target}")
         return
     from arpo_megatron.serving.serve import serving
     from arpo_megatron.view.server import listen
 
     with serving(target, overrides or (), listen("127.0.0.1", 0)) as (url, key):
         talk(url, key, console=console, read=from_terminal, show_entropy=show_entropy)
+    next_command(f"arpo serve {target}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command
+from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command, with_dry_run
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -86,6 +86,7 @@ _study_command("ablation", "Effect of entropy weight, share of forks and beam on
 
 
 @app.command()
+@with_dry_run
 def entropy(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs with stored trees.")],
     out: Annotated[Path, typer.Option(help="Directory for table, plot and Parquet.")],
@@ -109,6 +110,7 @@ def entropy(
 
 
 @app.command()
+@with_dry_run
 def information(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe of tasks and limits, for example trails.")],
     out: Annotated[Path, typer.Option(help="Directory of the samples of this policy.")],
@@ -136,6 +138,7 @@ def information(
 
 
 @app.command()
+@with_dry_run
 def information_page(
     studies: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of `information`.")],
     out: Annotated[Path | None, typer.Option(help="Write README.md into this directory, instead of printing.")] = None,
@@ -151,3 +154,4 @@ def information_page(
         out.mkdir(parents=True, exist_ok=True)
         (out / "README.md").write_text(page, encoding="utf-8")
         print(out / "README.md")
+    next_command("arpo study information RECIPE --out DIR")

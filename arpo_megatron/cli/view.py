@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Panel, next_command
+from arpo_megatron.cli.options import Panel, next_command, with_dry_run
 from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.errors import UserError
 
@@ -21,6 +21,7 @@ app = typer.Typer()
 
 
 @app.command(rich_help_panel=Panel.LOOK)
+@with_dry_run
 def view(
     run_dirs: Annotated[
         list[str],
@@ -61,12 +62,14 @@ def view(
     from arpo_megatron.view.export import write_html
     from arpo_megatron.view.pages import Pages
     from arpo_megatron.view.runs import find_runs
-    from arpo_megatron.view.server import serve
+    from arpo_megatron.view.server import is_loopback, serve
 
     paths = [Path(each) for each in run_dirs]
     if cluster is not None:
         if html is not None or grow is not None:
             raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")
+        if not is_loopback(host):
+            raise UserError("--cluster shows the page on this machine: leave out --host")
         paths = _on_cluster(cluster, run_dirs, port)
     pages = Pages(find_runs(paths))
     if html is not None:

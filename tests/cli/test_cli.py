@@ -3,12 +3,16 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+from typer.core import TyperGroup
 
 from arpo_megatron.__main__ import main
+from arpo_megatron.cli.main import app
 from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.plan import report
@@ -167,8 +171,9 @@ def test_local_run_has_status_logs_and_a_place_in_the_list(arpo: Arpo, stored: P
     _, output, error = arpo("status", str(stored))
     assert f"{stored}: finished" in output and f"step {STEPS} of" in output
     assert error == f"next: arpo view {stored}\n"
-    _, shown, _ = arpo("logs", str(stored))
+    _, shown, after = arpo("logs", str(stored))
     assert f" step {STEPS}/{STEPS} | reward 0.800 | log-prob gap 4.0e-05 | 3.0 s\n" in shown
+    assert after == f"next: arpo status {stored}\n"
     assert "\x1b" not in output + shown, "the text of an event reaches no terminal as a command"
     _, output, _ = arpo("list", "runs", str(stored.parent))
     assert output.splitlines()[-1].split()[0] == "stored"
@@ -212,6 +217,15 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path:
         (["bench", "pack", "--mix", "reasoning"], "  repeats: 3\n"),
         (["bench", "gpu", "kernels"], "errors against float64"),
         (["bench", "soak", "--steps", "20", "train.tasks_per_step=4"], "train quickstart for 20 steps"),
+        (["cancel", "my-run"], "  run: my-run\n"),
+        (["doctor", "--cluster", "profile.yaml", "--measure"], "  measure: True\n"),
+        (["data", "from-verifiers", "env.toml", "--python", "p", "--output", "q.jsonl"], "  output: q.jsonl\n"),
+        (["judge-report", "reasoning_7b", "--labels", "labels.jsonl"], "  labels: labels.jsonl\n"),
+        (["eval-report", "one", "two", "--out", "table"], "  directories: one two\n"),
+        (["study", "information", "trails", "model.path=m", "--out", "o"], "  overrides: model.path=m\n"),
+        (["study", "entropy", "run", "--out", "o"], "  runs: run\n"),
+        (["trees", "run", "--svg", "tree.svg"], "  svg: tree.svg\n"),
+        (["view", "run", "--html", "run.html"], "  html: run.html\n"),
     ],
 )
 def test_dry_run_does_nothing_and_names_the_command_without_it(
@@ -221,6 +235,40 @@ def test_dry_run_does_nothing_and_names_the_command_without_it(
     assert code == 0 and shown in output
     assert error == f"next: {' '.join(['arpo', *arguments])}\n"
     assert not list(tmp_path.iterdir())
+
+
+READS_ONLY = {
+    *("compare", "data check", "decontaminate", "health", "list benchmarks", "list methods", "list metrics"),
+    *("list recipes", "list runs", "list tools", "logs", "plan", "recipes", "recompute-update", "replay-tree"),
+    *("show", "status"),
+}
+"""Commands that write nothing, submit no job and cost nothing."""
+
+
+def _commands(group: TyperGroup, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from _commands(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+def test_every_command_that_writes_submits_or_pays_has_a_dry_run() -> None:
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    without = {
+        name
+        for name, command in _commands(root)
+        if not any("--dry-run" in parameter.opts for parameter in command.params)
+    }
+    assert without == READS_ONLY
+
+
+def test_failed_check_names_the_next_command(arpo: Arpo) -> None:
+    command = ["plan", "deepsearch_14b", "--nodes", "1", "--gpu", "l40s", "--no-search"]
+    code, output, error = arpo(*command)
+    assert code == 1 and "does not fit" in output
+    assert error == f"next: {' '.join(['arpo', *command])} --nodes 2\n"
 
 
 @pytest.mark.parametrize(
