@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -58,8 +58,24 @@ class ChatMessage(BaseModel):
     """The tool calls of an answer of the agent, whose results its model has read."""
 
 
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "stop": (None, [], ""),
+    **dict.fromkeys(("tools", "functions"), (None, [])),
+    "tool_choice": (None, "auto"),
+    "function_call": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens"), (None, 0)),
+    **dict.fromkeys(("top_k", "min_p", "repetition_penalty"), (None,)),
+}
+"""Parameters that would change the answer and that the agent does not honour: the values that change nothing."""
+
+
 class ChatRequest(BaseModel):
-    """The parameters of a chat completion that the agent honours; others are ignored."""
+    """The parameters of a chat completion that the agent honours.
+
+    Parameters that would change the answer (`_NEUTRAL`) are refused; others, such as `user`, are ignored.
+    """
 
     model_config = ConfigDict(extra="ignore")
     messages: list[ChatMessage] = Field(min_length=1)
@@ -71,6 +87,15 @@ class ChatRequest(BaseModel):
     seed: int | None = None
     n: Literal[1] | None = None
     logprobs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_honoured(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        for name in given.keys() & _NEUTRAL.keys():
+            if given[name] not in _NEUTRAL[name]:
+                raise ValueError(f"the agent does not honour {name}; leave it out, or serve with --plain")
+        return values
 
 
 @dataclass(slots=True)
@@ -141,7 +166,8 @@ def application(served: Served) -> Starlette:
                 wanted = ChatRequest.model_validate_json(body)
         except ValidationError as error:
             fault = error.errors()[0]
-            return _error(400, f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+            place = f"{'.'.join(map(str, fault['loc']))}: " if fault["loc"] else ""
+            return _error(400, place + fault["msg"].removeprefix("Value error, "))
         answers = wanted.n if isinstance(wanted, ContinuationRequest) else 1
         if served.running >= served.concurrency:
             return _error(429, f"{served.concurrency} answers are in progress; try again")

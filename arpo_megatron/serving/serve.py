@@ -4,10 +4,11 @@ import asyncio
 import secrets
 import shlex
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
+from arpo_megatron.utils.signals import Interrupted
 
 _POLL_S = 0.5
 _END_S = 20
@@ -102,7 +104,7 @@ def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job,
 
 
 def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) -> None:
-    """Serve an agent until a signal ends the command.
+    """Serve an agent until a signal. Answers in progress have `_END_S` seconds, then engine and tool service end.
 
     Args:
         request: what to serve.
@@ -117,7 +119,9 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
         print(f"{address}/v1", flush=True)
         job.progress.next_command(f"arpo chat {address}/v1")
         server = _Server(request, target, config, ready)
-        asyncio.run(server.run(listening, job.supervisor.check))
+        with suppress(Interrupted), listening:  # uvicorn raises the signal again after its last answer
+            asyncio.run(server.run(listening, job.supervisor.check))
+    print("ended by a signal, with the engine and the tool service", file=sys.stderr)
 
 
 @contextmanager

@@ -115,14 +115,15 @@ def _engine_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
     )
 
 
-def _trainer_idle(metrics: Sequence[Row], _config: Row) -> Advice | None:
+def _trainer_idle(metrics: Sequence[Row], config: Row) -> Advice | None:
     rollout, total = _shares(metrics)
     if not total or rollout / total <= 0.85:
         return None
+    ahead = ", or let trees grow while the trainer works (rollout.max_staleness=1)"
     return Advice(
         "The trainer waits for the rollout most of the time",
         f"the rollout takes {rollout / total:.0%} of a step",
-        "add engines (engine.replicas), or let trees grow while the trainer works (rollout.max_staleness=1)",
+        f"add engines (engine.replicas){'' if config.get('rollout.max_staleness') else ahead}",
         "seconds/rollout",
         "docs/guides/rollouts.md",
     )
@@ -261,7 +262,7 @@ def _slow_tools(trees: Sequence[Row]) -> Advice | None:
 
 def _failing_tools(trees: Sequence[Row]) -> Advice | None:
     calls = sum(sum(row["tools"].values()) for row in trees)
-    failed = calls - sum(row["tools"].get(status, 0) for row in trees for status in ("ok", "limit", "repeated"))
+    failed = sum(row["tool_errors"] for row in trees)
     if calls < 10 or failed / calls <= 0.5:
         return None
     return Advice(

@@ -52,8 +52,8 @@ class Pages:
                 return step_trees(run, step, self.cache)
             case ["trees", step, number] if number.isdecimal():
                 return self._tree(run, step, int(number))
-            case ["task", task]:
-                return task_steps(run, task, self.cache)
+            case ["task", *parts] if parts:  # an id may contain slashes
+                return task_steps(run, "/".join(parts), self.cache)
         raise UserError(f"nothing at {'/'.join(address)}")
 
     def grow(self, name: str, step: str, number: int, *, segment: int, count: int) -> Any:

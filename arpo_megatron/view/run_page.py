@@ -95,8 +95,14 @@ def _read(run: RunDirectory, cache: FileCache) -> _Files:
         config=_flat(cache.get(run.config, read_yaml)),
         events=[row for row in cache.get(run.events, read_rows) if "time" in row and "kind" in row],
         metrics=[row for row in cache.get(run.path / "metrics.jsonl", read_rows) if "step" in row],
-        held_out=[row for row in held_out if row is not None],
+        held_out=[row for row in held_out if row is not None and _is_evaluation(row)],
     )
+
+
+def _is_evaluation(row: Row) -> bool:
+    """Whether the row of a file that could be damaged has the values that the page shows."""
+    numbers = all(isinstance(row.get(name), int | float) for name in ("step", "success"))
+    return numbers and all(isinstance(row.get(name, {}), dict) for name in ("solved", "tool_calls"))
 
 
 def _flat(values: Row, prefix: str = "") -> Row:

@@ -63,7 +63,8 @@ def application(pages: Pages, token: str | None, host: str) -> Starlette:
         return _file(request.path_params["name"])
 
     def data(request: Request) -> Response:
-        address = [part for part in request.path_params["address"].split("/") if part]
+        path = request.path_params["address"]
+        address = path.split("/") if path else []
         try:
             body, status = to_json(pages.answer(*address)), 200
         except UserError as error:

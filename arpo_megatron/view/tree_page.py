@@ -11,6 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.monitor.tree_store import held_out_file, read_row, read_summaries, step_file, steps_in
+from arpo_megatron.rollout.limits import LIMIT, REPEATED
 from arpo_megatron.view.runs import FileCache, Row
 
 Decode = Callable[[list[int]], str]
@@ -18,6 +19,8 @@ _SUMMARY = (
     *("task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped", "replayed"),
     *(f"segments.list.element.{name}" for name in ("finish", "tool.status", "tool.seconds")),
 )
+_NO_ERROR = ("ok", LIMIT, REPEATED)
+"""Statuses of tool calls that did not fail: the last two were not made."""
 _REPLACEMENT = "\ufffd"
 """Stands at the end of a text whose last character is not complete yet."""
 
@@ -66,6 +69,7 @@ def _summary(number: int, row: Row) -> Row:
         "replayed": row["replayed"],
         "finish": Counter(each["finish"] for each in segments if each["finish"] is not None),
         "tools": Counter(tool["status"] for tool in tools),
+        "tool_errors": sum(tool["status"] not in _NO_ERROR for tool in tools),
         "tool_seconds": rounded(sum(tool["seconds"] for tool in tools)),
     }
 

@@ -142,6 +142,17 @@ def test_bad_requests_are_refused_with_a_reason(address: str) -> None:
     assert "arpo_serve_errors_total 1\n" in httpx.get(f"{address}/metrics", headers=headers).text
 
 
+@pytest.mark.parametrize(
+    "given", [{"stop": ["\n"]}, {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}]
+)
+def test_parameter_that_would_change_the_answer_is_refused(address: str, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(openai.BadRequestError, match=f"'message': 'the agent does not honour {name}; leave it out"):
+        client(address).chat.completions.create(model="agent", messages=QUESTION, **given)
+    neutral: Any = {"stop": None, "tools": [], "response_format": {"type": "text"}, "user": "someone"}
+    assert client(address).chat.completions.create(model="agent", messages=QUESTION, **neutral).choices
+
+
 def test_body_without_a_length_is_read_up_to_the_limit(address: str) -> None:
     parts = iter([b"[" * 2**20] * 8)
     headers = {"Authorization": f"Bearer {TOKEN}"}

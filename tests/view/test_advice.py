@@ -23,7 +23,7 @@ HEALTHY = {
     "updates_skipped": 0,
     "trees_not_stored": 0,
 }
-FAST_TREE = {"tools": {"ok": 20}, "tool_seconds": 2.0, "seconds": 5.0, "leaves": 8}
+FAST_TREE = {"tools": {"ok": 20}, "tool_errors": 0, "tool_seconds": 2.0, "seconds": 5.0, "leaves": 8}
 
 
 def metrics_of(*bad: dict[str, Any]) -> set[str]:
@@ -65,6 +65,14 @@ def test_idle_engines_are_no_surprise_if_trees_grow_ahead() -> None:
     assert advice(rows, [], [], {"rollout.max_staleness": 1}) == []
 
 
+def test_trees_that_grow_ahead_are_not_advised_to_a_run_that_has_them() -> None:
+    rows = [{"step": step, **HEALTHY, "seconds/rollout": 60.0} for step in range(1, 11)]
+    (without,) = advice(rows, [], [], {})
+    (ahead,) = advice(rows, [], [], {"rollout.max_staleness": 1})
+    assert without.remedy.startswith(ahead.remedy) and "max_staleness=1" in without.remedy
+    assert ahead.remedy == "add engines (engine.replicas)"
+
+
 def test_held_out_success_must_fall_by_more_than_noise() -> None:
     def metrics(last: float) -> list[str]:
         solved = {str(number): True for number in range(300)}
@@ -77,6 +85,6 @@ def test_held_out_success_must_fall_by_more_than_noise() -> None:
 
 def test_slow_and_failing_tools_are_named() -> None:
     slow = {**FAST_TREE, "tool_seconds": 60.0, "seconds": 10.0}
-    failing = {**FAST_TREE, "tools": {"ok": 4, "error": 16}}
+    failing = {**FAST_TREE, "tools": {"ok": 4, "error": 16}, "tool_errors": 16}
     assert [each.title for each in advice([], [], [slow], {})] == ["Tools are slow"]
     assert [each.title for each in advice([], [], [failing], {})] == ["Most tool calls fail"]

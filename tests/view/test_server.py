@@ -14,12 +14,12 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
-from arpo_megatron.monitor.tree_store import read_trees, step_file
+from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import find_runs, is_locked
 from arpo_megatron.view.server import application, is_loopback
 from arpo_megatron.view.tree_page import token_texts
-from tests.view.stored_run import HOSTILE, STEPS, decode, make_run, tokenizer, write_step
+from tests.view.stored_run import HOSTILE, STEPS, decode, grown, make_run, scored, tokenizer, trained, write_step
 
 LOCAL = "http://127.0.0.1:8750"
 
@@ -76,7 +76,7 @@ def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) ->
     assert [(row["task"], row["leaves"], row["dropped"]) for row in rows] == [
         (item.tree.task_id, len(item.tree.leaves()), item.dropped) for item in stored
     ]
-    assert rows[0]["tools"] == {"error": 1} and rows[0]["finish"]["length"] == 1
+    assert rows[0]["tools"] == {"error": 1} and rows[0]["tool_errors"] == 1 and rows[0]["finish"]["length"] == 1
     tree = client.get("/data/run/trees/2/0").json()
     expected = stored[0].tree
     assert [each["parent"] for each in tree["segments"]] == [each.parent for each in expected.segments]
@@ -97,6 +97,23 @@ def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) ->
     assert [leaf["reward"] for leaf in unfinished["leaves"]] == [None] * 3
     assert client.get("/data/run/trees/held-out-4/0").json()["leaves"][0]["reward"] == 1.0
     assert [row["step"] for row in client.get("/data/run/task/sum-2").json()] == ["1", "2", "3", "4"]
+
+
+def test_task_whose_id_has_slashes_has_an_address(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_trees(step_file(run, 7), 7, [scored(grown("set//a/1"))], decode, [trained(scored(grown("set//a/1")))])
+    with TestClient(application(Pages(find_runs([run.path])), None, "127.0.0.1"), base_url=LOCAL) as client:
+        assert [row["step"] for row in client.get("/data/run/task/set%2F%2Fa%2F1").json()] == ["7"]
+
+
+@pytest.mark.parametrize(
+    "damaged", ["{", "[]", "{}", '{"step": 9, "success": null}', '{"step": 9, "success": 1, "solved": 3}']
+)
+def test_damaged_result_of_an_evaluation_is_left_out(tmp_path: Path, damaged: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run.held_out / "step_9.json").write_text(damaged)
+    page = Pages(find_runs([run.path])).answer("run")
+    assert [each["step"] for each in page["evaluations"]] == [1, STEPS]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ export function lineChart(series, options) {
           number(value, options.unit),
         )
       ),
+      parts.length > 4 ? h("span", {}, `${parts.length - 4} more`) : "",
     );
     cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
     if (at !== null) {

@@ -252,7 +252,9 @@ function leafLabel(tree, shape, place, y, x, view) {
       "aria-label": `trajectory ${place + 1}, reward ${signed(leaf.reward)}`,
       onclick: pick,
       onkeydown: (event) => {
-        if (event.key === "Enter") pick();
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault(); // the space bar would scroll
+        pick();
       },
     },
     s("rect", { class: "catch", x: x - 4, y: y - 12, width: view.gutter - 8, height: 24, rx: 4 }),

@@ -129,6 +129,7 @@ export function serviceTables(page, services) {
         restarts.slice(-50).reverse().map((one) => [clock(one.time), one.step, one.service, one.text]),
       )
       : null,
+    restarts.length > 50 ? h("p", { class: "quiet" }, `${whole(restarts.length - 50)} earlier restarts.`) : null,
   );
 }
 

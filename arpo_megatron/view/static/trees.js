@@ -9,7 +9,7 @@ const FILTERS = {
   all: ["all", () => true],
   mixed: ["mixed rewards", (row) => new Set(row.rewards).size > 1],
   forks: ["with forks", (row) => row.forks > 0],
-  errors: ["with tool errors", (row) => Object.keys(row.tools).some((status) => status !== "ok")],
+  errors: ["with tool errors", (row) => row.tool_errors > 0],
   cut: ["cut by a limit", (row) => row.finish.length || row.finish.call_limit || row.finish.malformed],
   dropped: ["not trained", (row) => row.dropped !== null],
 };
@@ -111,10 +111,6 @@ function list(view) {
 }
 
 function item(view, row) {
-  const faults = Object.entries(row.tools).filter(([status]) => status !== "ok").reduce(
-    (sum, [, count]) => sum + count,
-    0,
-  );
   return h(
     "li",
     {},
@@ -132,7 +128,7 @@ function item(view, row) {
         { class: "quiet" },
         row.rewards.length ? `mean ${signed(mean(row.rewards))}` : "no rewards",
         `, ${plural(row.forks, "fork")}`,
-        faults ? `, ${plural(faults, "tool error")}` : "",
+        row.tool_errors ? `, ${plural(row.tool_errors, "tool error")}` : "",
         row.dropped ? `, not trained: ${row.dropped.replace("_", " ")}` : "",
       ),
     ),
@@ -280,19 +276,28 @@ function versions(tree) {
   return found.length > 1 ? `${found[0]} to ${found[found.length - 1]}` : String(found[0] ?? "–");
 }
 
+/** Return at most 30 of the trees, those of the steps nearest to `step`, in the order of their steps. */
+export function nearest(found, step) {
+  const here = Number(String(step).replace("held-out-", ""));
+  const away = (one) => Math.abs(Number(one.step) - here);
+  return found.slice().sort((a, b) => away(a) - away(b)).slice(0, 30).sort((a, b) => a.step - b.step);
+}
+
 function others(view) {
   const found = (view.tasks ?? []).filter((one) => one.step !== view.query.step || one.tree !== view.query.tree);
   if (!found.length) return null;
+  const near = nearest(found, view.query.step);
   return h(
     "p",
     { class: "facts" },
     h("span", { class: "quiet" }, "the same task in other steps"),
-    found.slice(0, 30).map((one) =>
+    near.map((one) =>
       h(
         "a",
         { href: view.href({ step: one.step, tree: one.tree, leaf: null, segment: null, vs: null }) },
         `step ${one.step} (mean ${signed(one.reward)})`,
       )
     ),
+    found.length > near.length ? h("span", { class: "quiet" }, `${whole(found.length - near.length)} more`) : null,
   );
 }
