@@ -89,7 +89,7 @@ def health(run: RunName, cluster: ClusterOfRun = None) -> None:
 
 @app.command(rich_help_panel=Panel.LOOK)
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR RUN_DIR...", help="Run directories to compare.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories, or names in runs/.")],
 ) -> None:
     """Compare runs: the config values that differ, then their results side by side."""
     if len(run_dirs) < 2:

@@ -63,10 +63,10 @@ def with_dry_run(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def open_run(path: Path) -> "RunDirectory":
-    """Return the run at `path`. Raises UserError if it is not a run directory."""
-    from arpo_megatron.jobs.run_directory import RunDirectory
+    """Return the run at `path`, or of this name in runs/. Raises UserError if there is none."""
+    from arpo_megatron.jobs.run_directory import RunDirectory, run_path
 
-    run = RunDirectory(path)
+    run = RunDirectory(run_path(path))
     if not run.config.is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml")
     return run
@@ -109,8 +109,8 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with config values; they override the recipe's.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the command would do, then stop.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, e.g. runs/quickstart-arpo-seed1")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or the name of a submitted run.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a name in runs/")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, a name in runs/, or a submitted run.")]
 ClusterOfRun = Annotated[
     str | None,
     typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),

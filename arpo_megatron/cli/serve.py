@@ -14,7 +14,9 @@ app = typer.Typer()
 
 DEFAULT_PORT = 8751
 TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
-Target = Annotated[str, typer.Argument(metavar="RUN|EXPORT", help="Run directory, or exported Hugging Face directory.")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN|EXPORT", help="Run (directory, or name in runs/), or Hugging Face directory.")
+]
 
 
 @app.command(rich_help_panel=Panel.EVALUATE)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command, with_dry_run
+from arpo_megatron.cli.options import DryRun, Overrides, next_after_dry_run, next_command, open_run, with_dry_run
 from arpo_megatron.errors import UserError
 
 app = typer.Typer(
@@ -92,17 +92,13 @@ def entropy(
     out: Annotated[Path, typer.Option(help="Directory for table, plot and Parquet.")],
 ) -> None:
     """Entropy of the first tokens after tool results, after prompts, and elsewhere, from stored trees."""
-    from arpo_megatron.jobs.run_directory import RunDirectory
     from arpo_megatron.studies import entropies
     from arpo_megatron.studies.plot import check_can_draw
     from arpo_megatron.studies.report import made_by
 
     check_can_draw()
 
-    for path in runs:
-        if not (path / "config.yaml").is_file():
-            raise UserError(f"{path} is not a run directory (no config.yaml there)")
-    rows = entropies.collect([RunDirectory(path) for path in runs])
+    rows = entropies.collect([open_run(path) for path in runs])
     command = shlex.join(["arpo", "study", "entropy", *map(str, runs), "--out", str(out)])
     for path in entropies.write_report(rows, out, made_by(command)):
         print(path)

@@ -26,8 +26,8 @@ def view(
     run_dirs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN_DIR...",
-            help="Run directories, or directories of runs such as runs/; with --cluster also names of submitted runs.",
+            metavar="RUN...",
+            help="Run directories, names in runs/, or directories of runs; with --cluster also submitted runs.",
         ),
     ],
     host: Annotated[
@@ -59,12 +59,13 @@ def view(
 
     Prints the address of the page and serves it until ctrl-C.
     """
+    from arpo_megatron.jobs.run_directory import run_path
     from arpo_megatron.view.export import write_html
     from arpo_megatron.view.pages import Pages
     from arpo_megatron.view.runs import find_runs
     from arpo_megatron.view.server import is_loopback, serve
 
-    paths = [Path(each) for each in run_dirs]
+    paths = [run_path(each) for each in run_dirs]
     if cluster is not None:
         if html is not None or grow is not None:
             raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")

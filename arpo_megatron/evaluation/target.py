@@ -11,7 +11,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.benchmarks import SUITES, Benchmark
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import RunDirectory, run_path
 
 PAPER_SAMPLING = (
     "evaluation.temperature=0.6",
@@ -91,7 +91,7 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
         return EvalTarget(TargetKind(text), text)
     if urlsplit(text).scheme in ("http", "https"):
         return EvalTarget(TargetKind.SERVER, model or text, url=text)
-    path = Path(text)
+    path = run_path(text)
     run = RunDirectory(path)
     if run.config.is_file():
         served = Path(model) if model is not None else run.export

@@ -25,6 +25,13 @@ PRIVATE = 0o700
 SUBMIT_LOCK = ".submit.lock"
 
 
+def run_path(name: str | Path) -> Path:
+    """Return the directory that a user names: the path itself, or `runs/NAME` if only that one is a run."""
+    path = Path(name)
+    inside = RUNS / path
+    return inside if not path.exists() and (inside / "config.yaml").is_file() else path
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of the files and directories of one run (docs/reference/run-directory.md)."""

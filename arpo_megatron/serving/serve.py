@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
-from arpo_megatron.utils.signals import Interrupted
+from arpo_megatron.utils.signals import interrupts_call
 
 _POLL_S = 0.5
 _END_S = 20
@@ -115,11 +115,11 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
     """
     target, config = plan(request.target, request.overrides, request.model)
     with agent_services(target, config) as (job, ready):
-        listening, address = bind()
-        print(f"{address}/v1", flush=True)
-        job.progress.next_command(f"arpo chat {address}/v1")
         server = _Server(request, target, config, ready)
-        with suppress(Interrupted), listening:  # uvicorn raises the signal again after its last answer
+        with interrupts_call(server.stop):
+            listening, address = bind()
+            print(f"{address}/v1", flush=True)
+            job.progress.next_command(f"arpo chat {address}/v1")
             asyncio.run(server.run(listening, job.supervisor.check))
     print("ended by a signal, with the engine and the tool service", file=sys.stderr)
 
@@ -149,9 +149,11 @@ class _Server:
     def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: Services) -> None:
         self._request, self._target, self._config, self._ready = request, target, config, ready
         self._server: uvicorn.Server | None = None
+        self._stopped = False
 
     def stop(self) -> None:
-        """End the server, from any thread."""
+        """End the server, from any thread or from the handler of a signal, also before it has started."""
+        self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
 
@@ -177,6 +179,7 @@ class _Server:
                 timeout_graceful_shutdown=_END_S,
             )
             self._server = uvicorn.Server(settings)
+            self._server.should_exit = self._stopped
             watching = asyncio.create_task(self._watch(check))
             await self._server.serve(sockets=[listening])
             if watching.done():

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,6 +20,7 @@ _TAIL_BYTES = 2**22
 RANK_FAILED = "---- rank {rank} failed:"
 """First line of a failing trainer rank's report in its log (`rank_main.py`)."""
 RANK_FAILED_END = "---- end of that rank's report"
+_LIBRARY_WARNING = re.compile(r"\S*site-packages/\S+:\d+: \w*Warning: ")
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 REAP_DEADLINE_S = 4.0
@@ -100,8 +102,21 @@ def how_it_ended(code: int) -> str:
 
 
 def last_lines(path: Path, start: int = 0, count: int = 15) -> str:
-    """Return the end of a log, without the bytes before `start`, indented for an error message; "" if there is none."""
-    return "\n".join(f"  | {line.rstrip()}" for line in _tail(path, start)[-count:])
+    """Return the end of a log, without the bytes before `start`, indented for an error message; "" if there is none.
+
+    Warnings of libraries are left out: they would hide the cause.
+    """
+    kept: list[str] = []
+    warned = False
+    for line in _tail(path, start):
+        if _LIBRARY_WARNING.match(line):
+            warned = True
+        elif warned and line.startswith("  "):  # the line of code that warned
+            warned = False
+        else:
+            kept.append(f"  | {line.rstrip()}")
+            warned = False
+    return "\n".join(kept[-count:])
 
 
 def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:

@@ -44,6 +44,17 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
+def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function for each signal inside, instead of raising `Interrupted`. Main thread only.
+
+    A program that waits in an event loop ends through a flag: an exception that a handler raises in a finalizer (the
+    garbage collector may run one at any moment) is printed and lost.
+    """
+    with _handled_by(lambda number, frame: function()):
+        yield
+
+
+@contextmanager
 def interrupts_ignored() -> Iterator[None]:
     """Ignore signals during a clean-up, also in commands that are run inside. Main thread only."""
     with _handled_by(signal.SIG_IGN):

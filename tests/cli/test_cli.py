@@ -15,8 +15,8 @@ from arpo_megatron.__main__ import main
 from arpo_megatron.cli.main import app
 from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.plan import report
-from arpo_megatron.utils.processes import ProcessDiedError
 from tests.view.stored_run import STEPS, make_run
 
 Arpo = Callable[..., tuple[int, str, str]]
@@ -118,19 +118,35 @@ def test_group_without_a_command_prints_its_help(arpo: Arpo, group: list[str]) -
     assert f"Usage: {' '.join(['arpo', *group])}" in output + error
 
 
-def test_cause_of_a_failed_job_stands_last(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A double raises the error: a killed process that logged nothing would need a job."""
+KILLED = """
+import os, signal
+print("no memory left", flush=True)
+import some_library
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_cause_of_a_failed_job_stands_last(arpo: Arpo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real process is killed; a double starts it, because a job would take minutes."""
+    library = tmp_path / "site-packages" / "some_library.py"
+    library.parent.mkdir()
+    library.write_text("import warnings\nfor i in range(20):\n    warnings.warn(f'kernel {i} is not installed')\n")
 
     def fail(_: object) -> int:
-        raise ProcessDiedError("train was killed by SIGKILL; log: train.log\n")
+        with Supervisor(tmp_path / "logs") as supervisor:
+            environment = {"PYTHONPATH": str(library.parent)}
+            supervisor.wait(supervisor.start("train", [sys.executable, "-c", KILLED], env=environment))
+        return 0
 
     monkeypatch.setattr("arpo_megatron.cli.main.run_command", fail)
     code, _, error = arpo("train", "quickstart")
     assert code == 1
     assert error == (
-        "arpo: train was killed by SIGKILL; log: train.log\n"
+        f"arpo: train was killed by SIGKILL; log: {tmp_path}/logs/train.log\n"
+        "  | no memory left\n"
         "arpo: after fixing the cause, the same command with --resume continues from the last step\n"
     )
+    assert (tmp_path / "logs" / "train.log").read_text().count("UserWarning: kernel") == 20
 
 
 def test_version_names_the_commit(arpo: Arpo) -> None:
@@ -199,6 +215,19 @@ def test_compare_shows_differing_values_and_both_results(arpo: Arpo, stored: Pat
     assert not [line for line in lines if line[:1] == ["run_dir"]]
     assert [line for line in lines if line[:1] == ["step"]]
     assert error == f"next: arpo view {stored} {other}\n"
+
+
+def test_every_command_that_looks_at_a_run_knows_its_name(arpo: Arpo, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "mine")
+    assert arpo("compare", "mine", "mine")[0] == 0
+    assert arpo("view", "mine", "--html", "mine.html")[0] == 0
+    assert "runs/mine/trees/step_" in arpo("trees", "mine", "--count", "0")[1].replace("\n", "")
+    assert "runs/mine/export is not a Hugging Face model" in arpo("serve", "mine", "--dry-run")[2]
+
+
+def test_view_of_a_cluster_listens_on_this_machine_only(arpo: Arpo) -> None:
+    code, _, error = arpo("view", "run", "--cluster", "c", "--host", "0.0.0.0")
+    assert code == 2 and error == "arpo: --cluster shows the page on this machine: leave out --host\n"
 
 
 def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path: Path) -> None:

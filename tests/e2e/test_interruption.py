@@ -124,6 +124,7 @@ def check_whole_job_ends(job: Job, run: Path, family: list[psutil.Process]) -> N
     _, screen = job.communicate(timeout=300)
     assert job.returncode == 1, screen
     assert ".log" in screen
+    assert "Warning" not in screen, "warnings of libraries would hide the cause"
     assert "Traceback" not in screen.split("log:")[0]
     assert not alive(family, run)
     assert not list(run.rglob("*.tmp"))

@@ -12,7 +12,9 @@ DATA = Path(os.environ.get("ARPO_DATA", Path(__file__).parents[2] / ".." / "shar
 TRAINING = [page for page in PAGES if any(block.when == "trains" for block in blocks(page.read_text()))]
 
 
-CHEAP = [page for page in PAGES if page.stem in ("coming-from", "data-and-reward", "qwen3", "slurm", "tool")]
+CHEAP = [
+    page for page in PAGES if page.stem in ("coming-from", "data-and-reward", "first-run", "qwen3", "slurm", "tool")
+]
 """Pages whose commands, up to the first that trains, take a few seconds in all."""
 
 
