@@ -1,6 +1,6 @@
-"""Draw docs/images/healthy.svg, metrics of a good run and of one that its config makes bad (docs/guides/healthy.md).
+"""Draw docs/images/healthy.svg, metrics of a good run and of two that their config makes bad.
 
-Usage: scripts/healthy_picture.py GOOD_RUN BAD_RUN
+Usage: scripts/healthy_picture.py GOOD_RUN HOT_RUN ENGINE_RUN, the runs of docs/guides/healthy.md in its order
 """
 
 import json
@@ -12,18 +12,19 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "images" / "healthy.svg"
-NAMES = ("healthy", "learning rate 1e-2")
-COLORS = ("#2a9d6f", "#c0392b")
+NAMES = ("healthy", "learning rate 1e-2", "bfloat16, small KV pool")
+COLORS = ("#2a9d6f", "#c0392b", "#6a4fb0")
 LAST_STEP = 12
 HELD_OUT = "held_out_success"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One metric."""
+    """One metric and the place of the bad run that shows it."""
 
     metric: str
     scale: str = "linear"
+    bad: int = 1
 
 
 PANELS = (
@@ -36,6 +37,9 @@ PANELS = (
     Panel("tool_calls_executed"),
     Panel("forks"),
     Panel("groups_without_signal"),
+    Panel("logprob_gap", "log", 2),
+    Panel("staleness", bad=2),
+    Panel("cached_prompt_share", bad=2),
 )
 
 
@@ -51,17 +55,17 @@ def values(run: Path, metric: str) -> tuple[list[int], list[float]]:
 
 
 def main() -> None:
-    """Draw one panel per metric with both runs."""
+    """Draw one panel per metric with the good run and a bad one."""
     runs = [Path(argument) for argument in sys.argv[1:]]
     if len(runs) != len(NAMES):
         sys.exit(__doc__)
     mpl.rcParams |= {"svg.hashsalt": "healthy", "svg.fonttype": "none", "font.size": 8}
-    figure, grid = plt.subplots(2, 5, figsize=(11, 4), constrained_layout=True)
+    figure, grid = plt.subplots(3, 5, figsize=(11, 6), constrained_layout=True)
     axes = list(grid.flat)
     for axis, panel in zip(axes, PANELS, strict=False):
         marker = "o" if panel.metric == HELD_OUT else ""
-        for run, color in zip(runs, COLORS, strict=True):
-            axis.plot(*values(run, panel.metric), color=color, marker=marker)
+        for place in (0, panel.bad):
+            axis.plot(*values(runs[place], panel.metric), color=COLORS[place], marker=marker)
         axis.set(title=panel.metric, xlabel="step", yscale=panel.scale)
         axis.minorticks_off()
         if panel.metric != HELD_OUT:

@@ -1,4 +1,8 @@
-"""Headless Chromium, driven over its DevTools protocol."""
+"""Headless Chromium, driven over its DevTools protocol.
+
+Not by Playwright: it can be installed and would use the system's Chromium, but its wheel (53 MB) brings a Node.js of
+its own, and the tests need no more of it than the methods of `Page`.
+"""
 
 import asyncio
 import itertools

@@ -94,6 +94,20 @@ def test_pages_show_the_run_and_request_nothing_else(run: RunDirectory) -> None:
     assert [url for url in page.requests if not url.startswith(own)] == []
 
 
+def test_several_runs_are_overlaid_and_their_configs_compared(run: RunDirectory, tmp_path: Path) -> None:
+    make_run(tmp_path / "second", seed=5)
+    with served(tmp_path) as address:
+
+        async def work(page: Page) -> None:
+            lines = "document.querySelector('.chart').querySelectorAll('path.line').length"
+            await page.open(f"{address}#/run/{run.path.name}", f"{lines} == 2")
+            assert "2 keys with different values" in await page.value("document.body.textContent")
+            await page.value("document.querySelector('[data-key=\"with second\"]').click()")
+            await page.until(f"{lines} == 1")
+
+        with_browser(work)
+
+
 def test_verdicts_and_the_numbers_of_tokens_are_shown(run: RunDirectory) -> None:
     with served(run.path) as address:
 
@@ -194,7 +208,9 @@ def test_thousand_steps_of_64_trees_are_usable(tmp_path: Path) -> None:
             await page.open(address, CURVES)
             await page.open(f"{address}#/trees/run/1000/5", DRAWN)
             assert await page.value("document.querySelectorAll('.list li').length") == 64
-            await page.until("document.querySelectorAll('.facts a').length > 20")  # the same task in other steps
+            await page.until("document.querySelectorAll('.facts a').length == 30")  # the same task in the nearest steps
+            near = await page.value("[...document.querySelectorAll('.facts')].at(-1).textContent")
+            assert "step 970 (" in near and "step 999 (" in near and near.endswith("969 more")
             await page.press("]")
             await page.press("[")
             await page.until("location.hash.includes('/999')")
@@ -221,6 +237,9 @@ def test_keyboard_reaches_everything(run: RunDirectory) -> None:
             await page.press("Enter")
             await page.until("location.hash.includes('leaf=1')")
             assert await page.value("document.activeElement.getAttribute('data-key')") == "leaf 1"
+            await page.value("document.querySelector('[data-key=\"leaf 0\"]').focus()")
+            await page.press(" ")
+            await page.until("location.hash.includes('leaf=0')")
             await page.press("?")
             await page.until("document.querySelector('dl.keys')")
             await page.press("g")
