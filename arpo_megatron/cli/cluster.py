@@ -1,7 +1,5 @@
 """`arpo submit`, `cancel`, `resume` and `doctor`: runs on a cluster, addressed by name."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +16,7 @@ from arpo_megatron.cli.options import (
     Recipe,
     next_after_dry_run,
     next_command,
+    own_command,
     with_dry_run,
 )
 from arpo_megatron.config import JobConfig
@@ -236,7 +235,7 @@ def doctor(
     profile = None if cluster is None else load_profile(cluster)
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):
-        next_command(f"{shlex.join(['arpo', *sys.argv[1:]])}, after the fixes")
+        next_command(own_command())
         raise typer.Exit(1)
     if measure and profile is not None and cluster is not None:
         _measure(cluster, profile)

@@ -17,6 +17,7 @@ from arpo_megatron.cli.options import (
     Recipe,
     next_after_dry_run,
     next_command,
+    own_command,
     with_dry_run,
 )
 from arpo_megatron.evaluation.prompts import Tools
@@ -206,7 +207,8 @@ def decontaminate(
     if missing:
         _log(f"skipped, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:
-        next_command(f"remove their rows from {train_data}, then arpo decontaminate {train_data} again")
+        _log(f"remove the training rows above from {train_data}")
+        next_command(own_command())
         raise typer.Exit(1)
     next_command(f"arpo train RECIPE data.path={train_data} --dry-run")
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +28,7 @@ from arpo_megatron.cli.options import (
     next_after_dry_run,
     next_command,
     open_run,
+    own_command,
 )
 from arpo_megatron.cli.replay import app as replay
 from arpo_megatron.cli.serve import app as serve
@@ -274,7 +273,7 @@ def plan_command(
         if rollouts is not None:
             print("\n" + rollouts.render(), end="")
     if not found.fits:
-        next_command(shlex.join(["arpo", *sys.argv[1:], "--nodes", str(2 * found.nodes)]))
+        next_command(own_command("--nodes", str(2 * found.nodes)))
         raise typer.Exit(1)
     next_command(f"arpo submit {recipe} --cluster NAME --dry-run")
 

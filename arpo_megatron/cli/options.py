@@ -39,7 +39,12 @@ def next_command(command: str) -> None:
 
 def next_after_dry_run() -> None:
     """Print the command of this process without --dry-run as the one that follows."""
-    next_command(shlex.join(["arpo", *(each for each in sys.argv[1:] if each != "--dry-run")]))
+    next_command(own_command(without="--dry-run"))
+
+
+def own_command(*more: str, without: str = "") -> str:
+    """Return the command of this process for a shell, with further arguments or without one of its own."""
+    return shlex.join(["arpo", *(each for each in sys.argv[1:] if each != without), *more])
 
 
 def with_dry_run(function: Callable[P, None]) -> Callable[P, None]:

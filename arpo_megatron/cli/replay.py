@@ -40,6 +40,7 @@ def replay_tree(
     """
     from arpo_megatron.cli.trees import replay_trees
 
-    if not replay_trees(file, tree=tree, config=config):
-        raise typer.Exit(1)
+    same = replay_trees(file, tree=tree, config=config)
     next_command(f"arpo view {file.resolve().parent.parent}")
+    if not same:
+        raise typer.Exit(1)

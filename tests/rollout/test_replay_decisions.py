@@ -273,4 +273,4 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
         unrewarded = replace(scored, rewards=np.array(rewards), dropped=dropped)
         write_trees(path, 1, [scored, unrewarded], CODEC.decode)
         code, output = replay(str(path))
-        assert (code, output) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories\n")
+        assert (code, output.splitlines()[0]) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories")

@@ -66,8 +66,8 @@ export function mean(values) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
-/** Return "1 fork", "3 forks" or "2 trajectories". */
+/** Return "1 fork", "3 forks", "2 keys" or "2 trajectories". */
 export function plural(count, noun) {
-  const many = noun.endsWith("y") ? `${noun.slice(0, -1)}ies` : `${noun}s`;
+  const many = /[^aeiou]y$/.test(noun) ? `${noun.slice(0, -1)}ies` : `${noun}s`;
   return `${whole(count)} ${count === 1 ? noun : many}`;
 }
