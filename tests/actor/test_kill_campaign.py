@@ -50,6 +50,7 @@ def campaign(root: Path, layout: str, ranks: int, kills: list[dict[str, object]]
     return attempts
 
 
+@pytest.mark.slow_campaign
 def test_run_killed_at_step_five_ends_with_the_same_bits(tmp_path):
     """On two ranks with the distributed optimizer."""
     attempts = campaign(tmp_path, "data", 2, [{"rank": 0, "step": 5, "point": "renamed", "delay_s": 0.0}])

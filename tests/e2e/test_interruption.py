@@ -9,6 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.health import read_health
 from tests.e2e.jobs import (
     AHEAD,
     SHORT,
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared co
 
 END_S = 60.0  # a process that is not stopped stays for minutes
 MOMENT_S = 5.0
+SERVICES = {"engine": "arpo_megatron.engine.server.main", "sandbox": "tools_sandbox", "rollout": "rollout.worker"}
 TASKS = 4
 
 
@@ -119,6 +123,28 @@ def check_sockets(processes: list[psutil.Process]) -> None:
     assert not exposed(processes)
 
 
+def kill(job: Job, module: str) -> None:
+    """Kill a service and all its workers with SIGKILL."""
+    for process in family_of(job):
+        with suppress(psutil.Error):  # it has ended, or is ending
+            if module in " ".join(process.cmdline()):
+                process.kill()
+
+
+def phases_after_resumes(run: Path, count: int) -> list[object]:
+    """Return the names of the phases since the job was resumed for the `count`-th time."""
+    events = rows_of(run / "events.jsonl")
+    resumed = [index for index, event in enumerate(events) if "resumed from step_" in str(event.get("text"))]
+    return [event["name"] for event in events[resumed[count - 1] :] if "name" in event] if len(resumed) >= count else []
+
+
+def causes_of_restarts(run: Path) -> dict[str, str]:
+    """Return why services were last restarted."""
+    with suppress(UserError):  # no service is up yet
+        return {each.name: each.last_error for each in read_health(RunDirectory(run)) if each.restarts}
+    return {}
+
+
 def check_whole_job_ends(job: Job, run: Path, family: list[psutil.Process]) -> None:
     """Check that a job with a killed process ends, names a log, and leaves nothing."""
     _, screen = job.communicate(timeout=300)
@@ -130,15 +156,15 @@ def check_whole_job_ends(job: Job, run: Path, family: list[psutil.Process]) -> N
     assert not list(run.rglob("*.tmp"))
 
 
-def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run: Path) -> None:
+def test_ctrl_c_killed_rank_and_killed_services_lose_no_step_and_no_token(start: Start, warm_run: Path) -> None:
     overrides = [*AHEAD, "rollout.journal_every_s=0.1"]
-    job = start(training(warm_run, *overrides))
+    job = start(training(warm_run, *overrides, steps=4))
     wait_for("answers of step 2", lambda: (snapshot := journal_of(warm_run, 1)) and snapshot.entries > 3 * TASKS, job)
     wait_for("checkpoint of step 1", (warm_run / "checkpoints" / "step_1").exists, job)  # written while trees grow
     interrupt(job, warm_run)
     first = unfinished(warm_run)
 
-    job = start(training(warm_run, *overrides, "--resume"))
+    job = start(training(warm_run, *overrides, "--resume", steps=4))
     wait_for("resumed training", lambda: "resumed from step_1: 1 steps are done" in notes(warm_run), job)
     wait_for("trees", lambda: any(note.startswith("step 2 continues with 8") for note in notes(warm_run)), job)
     rank, family = process_of(job, "arpo_megatron.train"), family_of(job)
@@ -152,11 +178,23 @@ def test_ctrl_c_and_killed_rank_lose_no_step_and_no_token(start: Start, warm_run
     check_whole_job_ends(job, warm_run, family)
     second = unfinished(warm_run)
 
-    run_to_end(training(warm_run, *overrides, "--resume"), warm_run)
-    assert [row["step"] for row in rows_of(record)] == [1, 2, 3]
+    job = start(training(warm_run, *overrides, "engine.restarts=3", "--resume", steps=4))
+    wait_for("trees after the second resume", lambda: phases_after_resumes(warm_run, 2).count("rollout"), job)
+    for module in SERVICES.values():
+        kill(job, module)
+    wait_for("restarts", lambda: causes_of_restarts(warm_run).keys() >= SERVICES.keys(), job)
+    assert all("was killed by SIGKILL" in cause for cause in causes_of_restarts(warm_run).values())
+    _, screen = job.communicate(timeout=300)
+    assert job.returncode == 0, screen
+    assert not (warm_run / "health.json").exists()
+    # The files of the engine have the weights of step 0.
+    assert any("the weights are pushed again" in note for note in notes(warm_run)), notes(warm_run)
+    assert [row["step"] for row in rows_of(record)] == [1, 2, 3, 4]
+    assert not any(row["dropped/failed"] for row in rows_of(record))
+    assert all(row["logprob_gap"] is None or row["logprob_gap"] < 1e-3 for row in rows_of(record))
     trees = sorted((warm_run / "trees").iterdir())
-    assert [path.name for path in trees] == [f"step_00000{step}.parquet" for step in (1, 2, 3)]
-    assert len({item.tree.task_id for item in trained(warm_run)}) == 3 * TASKS  # none lost, none twice
+    assert [path.name for path in trees] == [f"step_00000{step}.parquet" for step in (1, 2, 3, 4)]
+    assert len({item.tree.task_id for item in trained(warm_run)}) == 4 * TASKS  # none lost, none twice
     assert len(first) == 2 * TASKS  # those of the step, and those ahead of it
     assert len(second) in (TASKS, 2 * TASKS)  # the checkpoint of step 2 was there, or not
     check_kept(warm_run, first)

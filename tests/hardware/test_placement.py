@@ -1,7 +1,5 @@
 """Placement is a pure function of config and GPUs; an unsuitable machine is a one-line error."""
 
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -109,22 +107,3 @@ def test_gpu_engine_captures_its_largest_batch_and_caches_single_tokens() -> Non
     assert options["attention-backend"] == "fa3"
     assert "enable-deterministic-inference" in options
     assert engine_options(EngineConfig(), Placement.of(job(), 1), "float32")["attention-backend"] == "triton"
-
-
-KNOWN_OPTIONS = """
-import argparse
-from arpo_megatron.engine.server.cpu import install_stubs
-install_stubs()
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print(*(option for action in parser._actions for option in action.option_strings))
-"""
-
-
-def test_engine_options_exist_in_the_installed_sglang() -> None:
-    done = subprocess.run([sys.executable, "-c", KNOWN_OPTIONS], capture_output=True, text=True, check=True)
-    known = done.stdout.splitlines()[-1].split()
-    engine = EngineConfig(attention_backend="fa3", deterministic=True, max_total_tokens=100, quantization="fp8")
-    for place in (ON_CPU, Placement.of(job(), 1)):
-        assert {f"--{name}" for name in engine_options(engine, place, "bfloat16")} <= set(known)

@@ -1,9 +1,6 @@
 """Transports alone: the fields of their requests, what they free, and what ends communication that hangs."""
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -22,39 +19,6 @@ from arpo_megatron.weights.transports import Disk, Exchange, ipc
 from tests.faults import small_disk
 
 TIMEOUT_S = 60.0
-
-
-SGLANG_KNOWS = """
-import inspect, json
-from arpo_megatron.engine.server.cpu import install_stubs
-install_stubs()
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from sglang.srt import constants
-from sglang.srt.managers import io_struct
-requests = ("UpdateWeightsFromDistributed", "UpdateWeightFromDisk",
-    "CheckWeights", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
-print(json.dumps({
-    "fields": {name: list(getattr(io_struct, name + "ReqInput").__struct_fields__) for name in requests},
-    "memory": sorted(constants.GPU_MEMORY_ALL_TYPES),
-    "cuda": list(inspect.signature(rebuild_cuda_tensor).parameters),
-}))
-"""
-
-
-def test_requests_have_the_fields_of_the_installed_sglang() -> None:
-    done = subprocess.run([sys.executable, "-c", SGLANG_KNOWS], capture_output=True, text=True, check=True)
-    known = json.loads(done.stdout.splitlines()[-1])
-    sent = {
-        "UpdateWeightsFromDistributed": {"names", "dtypes", "shapes", "group_name", "load_format", "flush_cache"},
-        "UpdateWeightFromDisk": {"model_path", "load_format", "flush_cache"},
-        "CheckWeights": {"action"},
-        "ReleaseMemoryOccupation": {"tags"},
-        "ResumeMemoryOccupation": {"tags"},
-    }
-    for name, fields in sent.items():
-        assert fields <= set(known["fields"][name]), name
-    assert known["memory"] == ["cuda_graph", "kv_cache", "weights"]
-    assert known["cuda"][sharing._DEVICE_ARGUMENT] == "storage_device"
 
 
 def test_handle_is_opened_on_the_receivers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
