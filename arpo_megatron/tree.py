@@ -182,7 +182,7 @@ class RolloutTree:
         seconds: wall time from its beginning to the end of its last trajectory.
     """
 
-    __slots__ = ("answered_shares", "lost", "needs", "seconds", "segments", "step", "task_id")
+    __slots__ = ("answered_shares", "lost", "needs", "same_calls", "seconds", "segments", "step", "task_id")
 
     def __init__(
         self,
@@ -196,6 +196,9 @@ class RolloutTree:
         self.needs: dict[int, tuple[int, ...]] = {}
         """First MODEL segment of a trajectory whose start depended on other trajectories -> their TOOL segments that
         decided about it. Empty for a tree that has lost branches: see that of `grown`."""
+        self.same_calls: dict[int, int] = {}
+        """TOOL segment -> the first TOOL segment that shares its execution; -1: the result was known before the tree.
+        Empty for a tree that has lost branches."""
         self.lost: LostBranches | None = None  # None: no tool call has failed
         self.answered_shares: dict[str, float] = {}
         """Share of a tool's calls that were answered around the time of this tree; only for tools whose calls fail."""
@@ -342,6 +345,7 @@ class RolloutTree:
             "seconds": self.seconds,
             "segments": [_segment_to_dict(segment) for segment in self.segments],
             "needs": [[first, list(calls)] for first, calls in self.needs.items()],
+            "same_calls": list(self.same_calls.items()),
             "answered_shares": self.answered_shares,
             "lost": self.lost and {"grown": self.lost.grown.to_dict(), "trajectories": self.lost.trajectories},
         }
@@ -371,6 +375,7 @@ class RolloutTree:
                 raise ValueError(f"unknown segment fields: {', '.join(sorted(unknown))}")
             tree.add(given.pop("parent"), Role(given.pop("role")), given.pop("token_ids"), **given)
         tree.needs = {first: tuple(calls) for first, calls in data.get("needs") or ()}
+        tree.same_calls = dict(data.get("same_calls") or ())
         tree.answered_shares = dict(data.get("answered_shares") or {})
         if lost := data.get("lost"):
             tree.lost = LostBranches(cls.from_dict(lost["grown"]), int(lost["trajectories"]))

@@ -75,7 +75,8 @@ def deep_search(name: str = "deep_search", hub_id: str = "to be named") -> JobCo
         job,
         model=replace(job.model, max_length=2000 + 10000),
         data=DataConfig(kind="files", path=Path("hard_search_1k.parquet"), max_prompt_tokens=2000, held_out=100),
-        rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560),
+        # A response holds three full results of ten pages, or six shorter ones.
+        rollout=RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=3072),
         sandbox=replace(job.sandbox, search_results=10),
         train=replace(job.train, steps=5 * 900 // 128, tasks_per_step=128),
         evaluation=replace(EVALUATION, tasks=100),

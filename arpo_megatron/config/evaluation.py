@@ -33,6 +33,12 @@ class EvalConfig:
     """Tokens of one turn of the model; None: `rollout.max_turn_tokens`."""
     max_response_tokens: Positive | None = None
     """Tokens after the prompt; None: `rollout.max_response_tokens`."""
+    max_tool_tokens: Positive | None = None
+    """Tokens of one tool result; None: `rollout.max_tool_tokens`."""
+    answer_tokens: NonNegative | None = None
+    """Tokens that `at_limit=answer_now` keeps for the answer; None: `rollout.answer_tokens`."""
+    refuse_repeated: tuple[str, ...] | None = None
+    """Tools whose repeated calls are not executed; None: `rollout.refuse_repeated`."""
     tool_timeout_s: PositiveFloat | None = None
     """Deadline of a tool call in seconds; None: `rollout.tool_timeout_s`."""
     stop_at_answer: bool | None = None

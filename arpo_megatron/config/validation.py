@@ -95,18 +95,24 @@ def _check_limits(config: "JobConfig") -> None:
     """Check that limits are for tools of the job, and that the engine can reach them."""
     rollout, evaluation = config.rollout, config.evaluation
     tools = ("search", "python") if rollout.tools is None else rollout.tools
-    answer = rollout.max_response_tokens // 8 if rollout.answer_tokens is None else rollout.answer_tokens
-    needed = rollout.max_tool_tokens + answer
-    if "answer_now" in (rollout.at_limit, evaluation.at_limit) and needed >= rollout.max_response_tokens:
-        raise ValueError(
-            f"at_limit=answer_now keeps room for rollout.max_tool_tokens + rollout.answer_tokens = {needed}, which "
-            f"rollout.max_response_tokens={rollout.max_response_tokens} has not: lower one of them"
-        )
+    keys = ("at_limit", "max_response_tokens", "max_tool_tokens", "answer_tokens")
+    of_rollout = [getattr(rollout, key) for key in keys]
+    of_evaluation = [
+        other if (own := getattr(evaluation, key)) is None else own for key, other in zip(keys, of_rollout, strict=True)
+    ]
+    for section, (at_limit, response, result, answer) in (("rollout", of_rollout), ("evaluation", of_evaluation)):
+        needed = result + (response // 8 if answer is None else answer)
+        if at_limit == "answer_now" and needed >= response:
+            raise ValueError(
+                f"{section}.at_limit=answer_now keeps room for max_tool_tokens + answer_tokens = {needed}, which "
+                f"max_response_tokens={response} has not: lower one of them"
+            )
     for key, names in (
         ("rollout.max_calls_by_tool", rollout.max_calls_by_tool),
         ("rollout.refuse_repeated", rollout.refuse_repeated),
         ("rollout.deterministic_tools", rollout.deterministic_tools),
         ("evaluation.max_calls_by_tool", evaluation.max_calls_by_tool or ()),
+        ("evaluation.refuse_repeated", evaluation.refuse_repeated or ()),
     ):
         if unknown := sorted(set(names) - set(tools)):
             raise ValueError(f"{key} names {unknown[0]!r}, which is not a tool of the job ({', '.join(tools)})")

@@ -20,7 +20,7 @@ PAPER_SAMPLING = (
     "evaluation.repetition_penalty=1.1",
 )
 """Sampling of the paper (arXiv 2507.19849, section 4.4, and its released scripts)."""
-_DEEP = RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=2560)
+_DEEP = RolloutConfig(max_tool_calls=6, max_response_tokens=10000, max_tool_tokens=3072)
 _REASONING = RolloutConfig(max_tool_calls=3, max_response_tokens=4096, max_tool_tokens=3072)
 _PROMPT_TOKENS = 2000
 _AUTHORS_RESPONSE_TOKENS = 30000

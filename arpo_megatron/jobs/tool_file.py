@@ -28,6 +28,8 @@ _PATHS = (("search", "index_path"), ("python", "session_dir"), ("cache", "sqlite
 _CACHE_FILE, _COUNT_FILE = "tool_answers.sqlite", "paid_requests"
 """Names in the run directory: a resumed run continues with them."""
 _SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
+_ARGUMENT = re.compile(r"-{0,2}([\w.-]+)=.+", re.DOTALL)
+"""An argument that sets an option: --NAME=VALUE."""
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _WITH_KEY_VARIABLE = ("search.web", "search.pages.summary", "browse.summary")
 _RELATIVE = ("./", "../")
@@ -47,20 +49,20 @@ def write_tool_config(sandbox: SandboxConfig, run: RunDirectory, sources: Sequen
     Raises:
         UserError: the user's file cannot be used.
     """
-    text = None if sandbox.file is None else _read_text(sandbox.file)
-    changed = False
-    if run.sandbox_config.exists():
-        copy = run.sandbox_user_file
-        if text is None or (copy.exists() and copy.read_text(encoding="utf-8") == text):
+    resumed, user = run.sandbox_config.exists(), Values()
+    if sandbox.file is None:
+        if resumed:
             return []
-        changed = True
-    user = {} if sandbox.file is None else read_tool_file(sandbox.file, sandbox)
-    if text is not None:
-        with atomic_write(run.sandbox_user_file) as partial:
+    else:
+        text, copy = _read_text(sandbox.file), run.sandbox_user_file
+        if resumed and copy.exists() and copy.read_text(encoding="utf-8") == text:
+            return []
+        user = read_tool_file(sandbox.file, sandbox)
+        with atomic_write(copy) as partial:
             partial.write_text(text, encoding="utf-8")
     with atomic_write(run.sandbox_config) as partial:
         partial.write_text(yaml_text(_merged(user, sandbox, sources)), encoding="utf-8")
-    return [f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"] if changed else []
+    return [f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"] if resumed else []
 
 
 def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
@@ -101,24 +103,37 @@ def _secrets(value: object, where: str = "", name: str = "") -> Iterator[tuple[s
             yield from _secrets(each, f"{where}.{key}" if where else str(key), str(key))
     elif isinstance(value, list):
         for number, each in enumerate(value):
-            yield from _secrets(each, f"{where}.{number}")
+            option = str(value[number - 1]) if number else ""  # as in [--token, VALUE]
+            takes_value = option.startswith("-") and not str(each).startswith("-")
+            yield from _secrets(each, f"{where}.{number}", option if takes_value else "")
     elif value not in (None, ""):
         if name == "key_variable":
             if not _VARIABLE.fullmatch(str(value)):
                 yield where, name
         elif _SECRET.search(name):
-            yield where, name
+            yield where, name.lstrip("-")
+        elif (argument := _ARGUMENT.fullmatch(str(value))) and _SECRET.search(argument[1]):
+            yield where, argument[1]
+        elif _has_password(str(value)):
+            yield where, "address"
+
+
+def _has_password(text: str) -> bool:
+    """Return whether a text is a web address with a password (https://user:password@host), or --NAME= with one."""
+    return re.match(r"(-{0,2}[\w.-]+=)?[a-z][a-z0-9+.-]*://[^/?#]*:[^/?#@]+@", text, re.IGNORECASE) is not None
 
 
 def _fix(where: str, name: str) -> str:
-    """Return how to pass the secret instead."""
+    """Return how to pass the secret instead, given its position and name."""
     section = where.rpartition(".")[0]
     if section in _WITH_KEY_VARIABLE:
         variable = f"{section.rpartition('.')[2].upper()}_API_KEY"
         return f"Put it into the environment as {variable}, and write {section}.key_variable: {variable}"
     if where.startswith("mcp."):
         return f"Put it into the environment, and name its variable in {'.'.join(where.split('.')[:2])}.env_from"
-    return f"Let the tool read the environment variable {name.upper()}"
+    if name == "address":
+        return "Write the address without the password"
+    return f"Let the tool read the environment variable {name.upper().replace('-', '_')}"
 
 
 def _check_agreement(user: Values, path: Path, sandbox: SandboxConfig) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 _ROWS_PER_GROUP = 16  # bounds the memory of a reader that wants a few trees
 _SUMMARY = ("step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped")
-_LOST = ("lost", "needs", "answered_shares")
+_LOST = ("lost", "needs", "same_calls", "answered_shares")
 _DERIVED = ("text", "trainer_logprobs")
 """Fields of a stored segment that a `Segment` does not have."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
@@ -299,7 +299,7 @@ def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | Non
 
 def _lost_json(tree: RolloutTree) -> str | None:
     """Return what weights of trees with failed calls need; None if there is nothing."""
-    if tree.lost is None and not tree.needs and not tree.answered_shares:
+    if tree.lost is None and not tree.needs and not tree.same_calls and not tree.answered_shares:
         return None
     data = tree.to_dict()
     return json.dumps({name: data[name] for name in _LOST})

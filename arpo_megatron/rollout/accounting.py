@@ -36,7 +36,7 @@ class RolloutCounts:
     calls_failed: int = 0
     """Tool calls without a result, because a service, the network or a provider failed; each ended its branch."""
     seconds_saved: float = 0.0
-    """Seconds that results of equal calls (`rollout.deterministic_tools`) had taken, once for each further call."""
+    """Seconds that results of equal calls of a task had taken, once for each further call."""
     retries: int = 0
     """Attempts of requests and tool calls that were repeated because a service failed."""
     tokens_recomputed: int = 0

@@ -376,6 +376,7 @@ class TreeGrower:
     def _build_tree(self) -> RolloutTree:
         tree, keys = build_tree(self._root, self.task_id, step=self._context.step, seconds=self._client.age_s)
         probed = isinstance(self._context.policy, ProbingPolicy)
+        tree.same_calls = self._client.same_calls(tree, keys)
         tree.needs = needed_calls(tree, keys, probed=probed, shared_round=self._forks.shared_round)
         return tree
 

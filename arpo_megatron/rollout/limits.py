@@ -85,6 +85,9 @@ class RolloutLimits:
             max_calls_by_tool=limits.max_calls_by_tool if by_tool is None else _pairs(by_tool),
             max_turn_tokens=_first(own.max_turn_tokens, limits.max_turn_tokens),
             max_response_tokens=_first(own.max_response_tokens, limits.max_response_tokens),
+            max_tool_tokens=_first(own.max_tool_tokens, limits.max_tool_tokens),
+            answer_tokens=_first(own.answer_tokens, limits.answer_tokens),
+            refuse_repeated=_first(own.refuse_repeated, limits.refuse_repeated),
             tool_timeout_s=_first(own.tool_timeout_s, limits.tool_timeout_s),
             stop_at_answer=_first(own.stop_at_answer, limits.stop_at_answer),
             at_limit=_first(own.at_limit, limits.at_limit),
@@ -94,6 +97,12 @@ class RolloutLimits:
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (*self.protocol.stops, *([ANSWER_STOP] if self.stop_at_answer else []))
+
+    @property
+    def shared_tools(self) -> frozenset[str]:
+        """The tools whose equal calls in a tree share one execution."""
+        cached = {tool.name for tool in self.protocol.tools if tool.cacheable}
+        return frozenset(cached | set(self.deterministic_tools))
 
     def admit(
         self, call: ToolCall | InvalidCall, history: CallHistory, room: int

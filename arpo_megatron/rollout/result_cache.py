@@ -1,4 +1,6 @@
-"""Results of deterministic tools, shared by the paths of a task: an equal call is executed once.
+"""Results of deterministic tools, shared by the trees of a task: an equal call is executed once.
+
+The paths of one tree share more: see `TreeClient.call_tool`.
 
 A result is that of a call with equal arguments and an equal state. The state of a python call with sessions is what the
 earlier python calls of its path have left, so their programs are part of the key, and name the state.
@@ -14,6 +16,8 @@ from typing import Any
 from tools_sandbox.client import ToolAnswer
 
 _ENTRIES = 50_000
+SHARED_STATUSES = ("ok", "error")
+"""Statuses of answers that equal calls share; others may differ in the next execution."""
 
 
 def history_digest(calls: Sequence[Mapping[str, Any]]) -> str:
@@ -30,7 +34,7 @@ class ResultCache:
     async def answer(self, key: str, execute: Callable[[], Awaitable[ToolAnswer]]) -> tuple[ToolAnswer, bool]:
         """Return the answer to a call, and whether an equal call has executed it.
 
-        A call that fails or runs into its time limit is not shared.
+        A call that fails or runs into its time limit is not shared here.
 
         Raises:
             SandboxError: `execute` raised it.
@@ -38,7 +42,7 @@ class ResultCache:
         known = self._answers.get(key)
         if known is not None:
             await asyncio.wait([known])
-            if not known.cancelled() and known.exception() is None and known.result().status in ("ok", "error"):
+            if not known.cancelled() and known.exception() is None and known.result().status in SHARED_STATUSES:
                 self._answers.move_to_end(key)
                 return known.result(), True
         # A task of its own, which continues for the others if this path is stopped.

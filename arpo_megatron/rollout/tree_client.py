@@ -3,9 +3,10 @@
 A tree that is grown again from its record gets the recorded answers first, and sends a request only after the last one.
 """
 
+import asyncio
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -23,11 +24,11 @@ from arpo_megatron.rollout.environments import step_record
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.rollout.record import Answer, FirstTokens, Prefill, RecordedAnswer, TreeRecord, encode_entry
-from arpo_megatron.rollout.result_cache import history_digest
+from arpo_megatron.rollout.result_cache import SHARED_STATUSES, history_digest
 from arpo_megatron.rollout.shared_prefixes import SharedPrefixes
 from arpo_megatron.tasks.protocols.base import INVALID_CALL, ToolCall
 from arpo_megatron.tasks.protocols.tools import PYTHON
-from arpo_megatron.tree import FAILED_CALL, Int32Array, ToolRecord
+from arpo_megatron.tree import FAILED_CALL, Int32Array, Role, RolloutTree, ToolRecord
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 REFUSED = (INVALID_CALL, LIMIT, REPEATED)
@@ -54,7 +55,9 @@ class TreeClient:
         self.failed_calls: dict[str, str] = {}
         """Why the newest failed call of each tool failed, without those in the record."""
         self.calls: Counter[tuple[str, bool]] = Counter()
-        """Calls that reached the tool service, by tool and whether they were answered."""
+        """Calls that were executed for this tree, by tool and whether they were answered."""
+        self._executions: dict[PathKey, str] = {}  # what equal calls of the tree share, by path key
+        self._results: dict[str, asyncio.Future[RecordedAnswer]] = {}
         self._record = TreeRecord.from_entries(entries)
         self._write = record
         self._started = time.monotonic() - self._record.seconds
@@ -173,22 +176,59 @@ class TreeClient:
     async def call_tool(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service.
 
-        A call that fails, also when it is repeated, has status `FAILED_CALL` and no tokens.
+        A call that fails, also when it is repeated, has status `FAILED_CALL` and no tokens. An equal call of the tree
+        to one of `RolloutLimits.shared_tools` takes the result of the first one whatever it is: if failures were
+        shared only sometimes, the chance that a trajectory remains would be unknown (`algorithms/advantages/lost.py`).
         """
-        result = self._record.tool_results.get(node.key)
-        if result is not None:
-            self._count(result)
-            return result
-        try:
-            admission = self._context.admission
-            with nullcontext() if admission is None else admission.tool_call(node):
-                result = await self._send_call(node, call)
-        except SandboxUnavailable as error:
-            self.failed_calls[call.tool] = str(error)
-            record = ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False)
-            result = RecordedAnswer(np.zeros(0, np.int32), record)
+        name = self._execution(node, call)
+        if name is not None:
+            self._executions[node.key] = name
+        if (recorded := self._record.tool_results.get(node.key)) is not None:
+            if name is not None and name not in self._results:
+                self._results[name] = asyncio.get_running_loop().create_future()
+                self._results[name].set_result(recorded)
+            self._count(recorded)
+            return recorded
+        first = None if name is None else self._results.get(name)
+        waiting = asyncio.ensure_future(self._ask(node, call)) if first is None else first
+        if name is not None:
+            self._results[name] = waiting
+        admission = self._context.admission
+        with nullcontext() if admission is None else admission.tool_call(node):
+            result = await waiting
+        if first is not None:
+            self.counts.seconds_saved += result.tool.seconds
+            result = replace(result, tool=replace(result.tool, cached=True))
         self._add(node.key, result)
         return result
+
+    def same_calls(self, tree: RolloutTree, keys: Sequence[PathKey]) -> dict[int, int]:
+        """Return `RolloutTree.same_calls` of a tree that has grown, given the path key of each segment."""
+        results = self._record.tool_results
+        executed = {name for key, name in self._executions.items() if key in results and not results[key].tool.cached}
+        calls: dict[str, list[int]] = defaultdict(list)
+        for index, segment in enumerate(tree.segments):
+            name = self._executions.get(keys[segment.parent]) if segment.role is Role.TOOL else None
+            if name is not None:
+                calls[name].append(index)
+        same = dict[int, int]()
+        for name, equal in calls.items():
+            same |= dict.fromkeys(equal[1:], equal[0]) if name in executed else dict.fromkeys(equal, -1)
+        return same
+
+    def _execution(self, node: Node, call: AnsweredCall) -> str | None:
+        """Return a name that the call shares with equal calls; None: the tool is executed for each call."""
+        limits = self._context.limits
+        if not isinstance(call, ToolCall) or self._context.environments or call.tool not in limits.shared_tools:
+            return None
+        return json.dumps([call.tool, dict(call.arguments), self._session(node, call)], sort_keys=True)
+
+    async def _ask(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
+        try:
+            return await self._send_call(node, call)
+        except SandboxUnavailable as error:
+            self.failed_calls[call.tool] = str(error)
+            return RecordedAnswer(np.zeros(0, np.int32), ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False))
 
     async def _send_call(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         if not isinstance(call, ToolCall):
@@ -210,22 +250,23 @@ class TreeClient:
     async def _execute(self, node: Node, call: ToolCall) -> ToolAnswer:
         """Return the answer of the tool service, or that of an equal call of the task to a deterministic tool."""
         limits = self._context.limits
-        shared = call.tool in limits.deterministic_tools
-        session = self._session(node, call, shared=shared) if limits.sessions and call.tool == PYTHON else {}
+        session, shared = self._session(node, call), call.tool in limits.deterministic_tools
+        # The service lets a trajectory, and those below it, begin with its states: shared ones belong to the task.
+        owner = () if session and shared else node.key
 
         async def execute() -> ToolAnswer:
             return await self._context.tools.call(
                 call.tool,
                 {**call.arguments, **session},
-                trajectory_id="/".join([self._task_id, *map(str, node.key)]),
+                trajectory_id="/".join([self._task_id, *map(str, owner)]),
                 timeout_s=limits.tool_timeout_s,
                 on_retry=self._count_retry,
             )
 
         if not shared:
             return await execute()
-        key = [self._context.step, self._task_id, call.tool, dict(call.arguments), session]
-        answer, hit = await self._context.tools.results.answer(json.dumps(key, sort_keys=True), execute)
+        key = f"{self._task_id} {self._execution(node, call)}"
+        answer, hit = await self._context.tools.results.answer(key, execute)
         if not hit:
             return answer
         self.counts.seconds_saved += answer.seconds
@@ -240,18 +281,23 @@ class TreeClient:
             raise ToolTextError(f"cannot tokenize the answer of {tool}, {text[:80]!a}: {error}") from error
         return np.array(ids, dtype=np.int32)
 
-    def _session(self, node: Node, call: ToolCall, *, shared: bool) -> dict[str, str]:
-        """Return the names of the interpreter states before and after a python call.
+    def _session(self, node: Node, call: ToolCall) -> dict[str, str]:
+        """Return the names of the interpreter states before and after a python call; empty without sessions.
 
-        They follow from path keys, or from the programs on the path if equal calls share a result: then equal
-        programs leave equal states.
+        They follow from path keys, or from the programs on the path if the tool is deterministic: then equal programs
+        leave equal states. A program that has run into its time limit has left the state as it was, so it does not
+        count; in another tree of the task the same program may leave another one.
         """
+        limits = self._context.limits
+        if not limits.sessions or call.tool != PYTHON:
+            return {}
         task = f"{self._context.step}/{self._task_id}"
         before = node.callers(PYTHON, REFUSED)
-        if not shared:
+        if PYTHON not in limits.deterministic_tools:
             names = ["/".join([task, *map(str, caller.key)]) for caller in (*before[:1], node)]
         else:
-            programs = [each.children[0].tool.arguments for each in reversed(before) if each.children[0].tool]
+            tools = [each.children[0].tool for each in reversed(before)]
+            programs = [tool.arguments for tool in tools if tool is not None and tool.status in SHARED_STATUSES]
             made = [programs, [*programs, call.arguments]] if programs else [[call.arguments]]
             names = [f"{task}/{history_digest(each)}" for each in made]
         return {"state": names[0] if len(names) > 1 else "", "keep": names[-1]}
@@ -280,9 +326,11 @@ class TreeClient:
             counts.calls_repeated += status == REPEATED
             counts.calls_failed += status == FAILED_CALL
             if status not in REFUSED:
-                counts.calls_executed += status != FAILED_CALL
-                self.calls[answer.tool.name, status != FAILED_CALL] += 1
-            counts.calls_cached += answer.tool.cached
+                answered = status != FAILED_CALL
+                counts.calls_executed += answered
+                counts.calls_cached += answered and answer.tool.cached
+                if not answer.tool.cached:
+                    self.calls[answer.tool.name, answered] += 1
             return
         counts.requests += 1
         counts.prompt_tokens += answer.prompt_tokens

@@ -119,7 +119,7 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
         }[segment.tool.name]
         shown = decode(segment.token_ids.tolist())
         if segment.tool.name == "browse":
-            assert shown.startswith(" <result>\nPage ")
+            assert shown.startswith(" <result>\nPage ") and "of a local site" in shown
         elif len(expected) < 40:  # not cut
             assert shown == RESULT_FRAME.text(expected)
     assert any(reward >= 0 for item in trees for reward in item.rewards), "the reward knows the tags"
@@ -128,7 +128,7 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
     assert row["tool_calls_failed"] == 0 and row["updates_skipped"] == 0 and row["logprob_gap"] < 1e-3
     assert all(isinstance(row[name], int | float) for name in FIGURES)
     assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
-    assert all(count <= 2 for count in asked.values()), "a query is paid once; one request was answered with 429"
+    assert sum(asked.values()) == len(asked) + 1, "a query is paid once, and again after the 429"
     assert int((run / "paid_requests").read_text()) == sum(asked.values())
     assert (run / "tool_answers.sqlite").is_file()
     assert (run / "sandbox_user.yaml").read_text() == (tmp_path / "tools.yaml").read_text()

@@ -46,6 +46,12 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     assert run.sandbox_user_file.read_text() == (own / "tools.yaml").read_text()
 
 
+def test_addresses_and_arguments_without_a_secret_are_accepted(tmp_path: Path) -> None:
+    args = ["--tokens=9", "--key-file=k", "--url=http://host:80/a:b@c", "key", "--token", "--verbose", "a=b=c"]
+    sandbox = write(tmp_path / "tools.yaml", mcp={"a": {"command": "x", "args": args}})
+    read_tool_file(tmp_path / "tools.yaml", sandbox)
+
+
 def test_paid_search_continues_with_its_cache_and_count(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
@@ -105,6 +111,10 @@ def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None
             {"mcp": {"a": {"command": "x", "env": {"GITHUB_TOKEN": "s3cret"}}}},
             ["env.GITHUB_TOKEN", "mcp.a.env_from"],
         ),
+        ({"mcp": {"a": {"command": "x", "args": ["-v", "--token=s3cret"]}}}, ["mcp.a.args.1", "mcp.a.env_from"]),
+        ({"mcp": {"a": {"command": "x", "args": ["--api-key", "s3cret"]}}}, ["mcp.a.args.1", "mcp.a.env_from"]),
+        ({"mcp": {"a": {"command": "x", "args": ["--db=pg://me:s3cret@host/x"]}}}, ["mcp.a.args.0", "mcp.a.env_from"]),
+        ({"browse": {"base_url": "https://me:s3cret@mirror/wiki/"}}, ["browse.base_url", "without the password"]),
     ],
 )
 def test_unusable_file_is_refused_in_one_line(tmp_path: Path, values: dict[str, Any], parts: list[str]) -> None:

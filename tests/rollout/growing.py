@@ -96,6 +96,7 @@ def grow(
     entries: Sequence[bytes] = (),
     record: Callable[[bytes], None] = lambda _entry: None,
     streams: bool = False,
+    other_tools: Any = None,
 ) -> tuple[RolloutTree, TreeGrower]:
     """Grow one tree for PROMPT."""
 
@@ -104,7 +105,8 @@ def grow(
             EngineClient(engine_url, retry_for_s=retry_for_s, streams=streams) as engine,
             SlowTools(sandbox_url, slow_tools, retry_for_s) as tools,
         ):
-            context = RolloutContext(engine, tools, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
+            used = other_tools or tools
+            context = RolloutContext(engine, used, codec, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
             prompt = np.array(CODEC.encode(PROMPT), np.int32)
             grower = TreeGrower("task-1", prompt, context, entries=entries, record=record)
             return await grower.grow(), grower

@@ -1,7 +1,7 @@
 """Growing one tree with a scripted engine and the real tool service."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from arpo_megatron.rollout.accounting import TreeStats, rollout_stats
 from arpo_megatron.rollout.context import PromptTooLongError, RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError
+from arpo_megatron.rollout.result_cache import ResultCache
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.tree_queue import TREE_FAILURES
 from arpo_megatron.tasks.protocols.tools import ToolDefinition
@@ -36,6 +37,7 @@ from tests.rollout.growing import (
     planned,
     texts,
 )
+from tools_sandbox.client import ToolAnswer
 
 
 def test_trajectory_alternates_between_model_and_tool_and_keeps_every_token(
@@ -87,6 +89,46 @@ def test_equal_calls_to_a_deterministic_tool_are_executed_once(scripted_engine: 
     counts = grower.counts
     assert counts.calls_executed - counts.calls_cached == 2  # one for each program
     assert counts.calls_cached > 0 and counts.seconds_saved > 0
+
+
+@dataclass
+class OnceLateTools:
+    """Its first call runs into the time limit. Of a deterministic program, only a slow machine would do that once."""
+
+    states: list[tuple[str, str]] = field(default_factory=list)
+    results: ResultCache = field(default_factory=ResultCache)
+
+    async def call(self, _tool: str, arguments: dict[str, str], **_rest: Any) -> ToolAnswer:
+        self.states.append((arguments["state"], arguments["keep"]))
+        return ToolAnswer("", "ok" if len(self.states) > 1 else "timeout", 1.0, cached=False)
+
+
+def test_path_after_a_timeout_does_not_start_from_the_state_of_another_tree(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("<python>n = 1</python>", "<python>n + 1</python>", "done")))
+    limits = replace(LIMITS, sessions=True, deterministic_tools=("python",))
+    tools = OnceLateTools()
+    late, _ = grow(engine.url, "", GrpoPolicy(2), limits=limits, other_tools=tools)
+    tools.results = ResultCache()  # it belongs to the event loop of the first tree
+    in_time, _ = grow(engine.url, "", GrpoPolicy(2), limits=limits, other_tools=tools)
+    statuses = [[s.tool.status for s in tree.segments if s.tool] for tree in (late, in_time)]
+    assert statuses == [["timeout", "ok"] * 2, ["ok"] * 4], "equal calls of a tree share a timeout"
+    first, after_timeout, again, after = tools.states
+    assert again == first and after[0] == first[1]
+    assert after_timeout[0] == "" != after_timeout[1]
+    assert after_timeout[1] not in (first[1], after[1])
+
+
+def test_every_path_of_the_task_continues_a_shared_state(scripted_engine: Start, sandbox_url: str) -> None:
+    def script(text: str, seed: int) -> str:
+        *answered, current = text[text.index(PROMPT) + len(PROMPT) :].split("</result>")
+        part = ("<python>n = 40</python>", f"<python>n + 2 + 0 * {seed}</python>", "done")[len(answered)]
+        return part[len(current) :]
+
+    engine = scripted_engine(ScriptedEngine(planned(*PLAN), seeded=script))
+    limits = replace(LIMITS, sessions=True, deterministic_tools=("python",))
+    tree, grower = grow(engine.url, sandbox_url, GrpoPolicy(4), limits=limits)
+    assert [texts(tree, leaf)[-2] for leaf in tree.leaves()] == [RESULT_FRAME.text("42")] * 4
+    assert grower.counts.calls_executed - grower.counts.calls_cached == 5
 
 
 def test_tree_spends_its_budget_and_keeps_the_beam_size(scripted_engine: Start, sandbox_url: str) -> None:

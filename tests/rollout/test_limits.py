@@ -9,7 +9,9 @@ from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.config import EvalConfig, JobConfig, RolloutConfig
 from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
 from arpo_megatron.tasks.protocols.base import InvalidCall, Notice, ToolCall
+from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from arpo_megatron.tasks.tags.calls import RESULT_FRAME
+from arpo_megatron.tasks.tags.protocol import TagProtocol
 from arpo_megatron.tree import Finish, Role, RolloutTree
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import LIMITS, Start, grow, planned, texts
@@ -50,12 +52,14 @@ def admitted(limits: RolloutLimits, *made: ToolCall | InvalidCall, room: int = 9
         ({"refuse_repeated": ("python",), "max_tool_calls": 3}, "aabc", ["call", "repeated", "call", "end"]),
         ({"refuse_repeated": ("python",)}, "ss", ["call", "call"]),
         ({"max_tool_calls": 2}, "iib", ["call", "call", "end"]),
+        ({"refuse_repeated": ("add",)}, "iji", ["call", "call", "call"]),
     ],
 )
 def test_calls_within_and_beyond_limits(changes: dict[str, Any], made: str, expected: list[str]) -> None:
     calls: dict[str, ToolCall | InvalidCall] = {
         "s": ToolCall("search", {"query": "x"}),
         "i": InvalidCall("add", "no object"),
+        "j": InvalidCall("add", "half a character"),
     }
     assert admitted(replace(LIMITS, **changes), *(calls.get(letter, python(letter)) for letter in made)) == expected
 
@@ -93,6 +97,16 @@ def test_repeated_call_is_not_executed(scripted_engine: Start, sandbox_url: str)
     assert (grower.counts.calls_executed, grower.counts.calls_repeated) == (1, 1)
 
 
+def test_each_malformed_call_reads_its_own_error(scripted_engine: Start, sandbox_url: str) -> None:
+    protocol = TagProtocol((ToolDefinition("add"),))
+    limits = replace(LIMITS, refuse_repeated=("add",), protocol=protocol)
+    calls = ("<add>1</add>", "<add>[2]</add>", "<add>1</add>")
+    tree, grower = grown(scripted_engine, sandbox_url, limits, *calls, ANSWER)
+    results = texts(tree, tree.leaves()[0])[2:-1:2]
+    assert "int" in results[0] and "list" in results[1] and "int" in results[2]
+    assert (grower.counts.calls_invalid, grower.counts.calls_repeated) == (3, 0)
+
+
 def test_turn_has_its_own_token_limit(scripted_engine: Start, sandbox_url: str) -> None:
     limits = replace(LIMITS, max_turn_tokens=25)
     tree, _ = grown(scripted_engine, sandbox_url, limits, "<python>1+1</python>", "a" * 40)
@@ -107,6 +121,9 @@ def test_evaluation_has_limits_of_its_own() -> None:
         "max_tool_calls": 15,
         "max_calls_by_tool": {"python": 5, "search": 10},
         "max_turn_tokens": 4096,
+        "max_tool_tokens": 3072,
+        "answer_tokens": 9,
+        "refuse_repeated": ("search",),
     }
     config = job(rollout=RolloutConfig(**rollout), evaluation=EvalConfig(**evaluation))
     training, evaluating = RolloutLimits.training(config), RolloutLimits.evaluation(config)
@@ -116,10 +133,17 @@ def test_evaluation_has_limits_of_its_own() -> None:
         {"python": 5, "search": 10},
     )
     assert (training.max_turn_tokens, evaluating.max_turn_tokens) == (None, 4096)
+    assert (training.max_tool_tokens, training.answer_tokens, training.refuse_repeated) == (1024, None, ())
+    assert (evaluating.max_tool_tokens, evaluating.answer_tokens, evaluating.refuse_repeated) == (3072, 9, ("search",))
     assert evaluating.stop_at_answer is True
     plain = JobConfig(name="x")
     assert RolloutLimits.evaluation(plain) == RolloutLimits.training(plain)
-    with pytest.raises(ValueError, match=r"answer_now keeps room for .* = 1149, which .*=1000 has not"):
+    with pytest.raises(ValueError, match=r"rollout.at_limit=answer_now keeps .* = 1149, which .*=1000 has not"):
         job(rollout=RolloutConfig(at_limit="answer_now", max_response_tokens=1000))
+    with pytest.raises(ValueError, match=r"evaluation.at_limit=answer_now keeps .* = 2000, which .*=1500 has not"):
+        own = EvalConfig(at_limit="answer_now", max_response_tokens=1500, max_tool_tokens=1000, answer_tokens=1000)
+        job(evaluation=own)
     with pytest.raises(ValueError, match=r"rollout\.refuse_repeated names 'browse', which is not a tool of the job"):
         job(rollout=RolloutConfig(refuse_repeated=("browse",)))
+    with pytest.raises(ValueError, match=r"evaluation\.refuse_repeated names 'browse', which is not a tool of the job"):
+        job(evaluation=EvalConfig(refuse_repeated=("browse",)))

@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,14 @@ from arpo_megatron.monitor.tree_store import read_trees, write_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
+from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
 from arpo_megatron.rollout.replay_decisions import replay_decisions
+from arpo_megatron.rollout.result_cache import ResultCache
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from arpo_megatron.tasks.tags.calls import find_stop
+from arpo_megatron.tasks.tags.protocol import TagProtocol
 from arpo_megatron.tree import Role, RolloutTree
 from tests.rollout.growing import CODEC, LIMITS, PROMPT, SEED, LocalEngine, arpo, sampled
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
@@ -53,6 +57,12 @@ POLICY = arpo(4, 2, k=1, branch_probability=1.0, entropy_weight=0.0, fork_budget
 POOLED = arpo(4, 2, k=1, branch_probability=0.8, entropy_weight=0.0)
 SCARCE = arpo(3, 2, k=1, branch_probability=0.8, entropy_weight=0.0)
 """The pool suffices for the first round of fork points, and does not."""
+APART = replace(LIMITS, protocol=TagProtocol((ToolDefinition("python", "code"), ToolDefinition("search", "query"))))
+SHARED = replace(APART, deterministic_tools=("python", "search"))
+"""Equal calls of a tree are executed each for itself, and once."""
+
+Enumerated = tuple[RolloutTree | None, float, float]
+"""A tree, its probability, and that of the same tree if no call could fail (0 if a call has failed)."""
 
 
 @dataclass
@@ -109,25 +119,27 @@ class ChoosingEngine(LocalEngine):
 class FailingTools:
     choices: Choices
     failures: dict[str, float]
+    results: ResultCache = field(default_factory=ResultCache)
 
     async def call(self, tool: str, _arguments: dict[str, object], *, trajectory_id: str, **_rest: Any) -> ToolAnswer:
         chance = self.failures.get(tool, 0.0)
         if chance and self.choices((tool, trajectory_id), [1 - chance, chance]):
             raise SandboxUnavailable("HTTP 503")
-        return ToolAnswer("ok", "ok", 0.0, cached=False)
+        return ToolAnswer("ok", "ok", 0.0, cached=tool not in self.failures)
 
 
 def grow_with(
     choices: Choices,
     failures: dict[str, float] = FAILURES,
     policy: BranchPolicy = POLICY,
+    limits: RolloutLimits = APART,
     record: Callable[[bytes], None] = lambda _entry: None,
     entries: Sequence[bytes] = (),
 ) -> tuple[RolloutTree | None, TreeGrower]:
     """Return a tree, None if all of it is lost, and its grower."""
     engine: Any = ChoosingEngine(choices)
     tools: Any = FailingTools(choices, failures)
-    context = RolloutContext(engine, tools, CODEC, policy, Sampling(), LIMITS, SEED, 3, lambda _tokens: None)
+    context = RolloutContext(engine, tools, CODEC, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
     prompt = np.array(CODEC.encode(PROMPT), np.int32)
     grower = TreeGrower("task-1", prompt, context, record=record, entries=entries)
     try:
@@ -136,15 +148,17 @@ def grow_with(
         return None, grower
 
 
-def enumerate_trees(policy: BranchPolicy = POLICY) -> Iterator[tuple[RolloutTree | None, float, bool]]:
-    """Yield every tree with its probability, and whether no call has failed."""
+def enumerate_trees(
+    policy: BranchPolicy = POLICY, limits: RolloutLimits = APART, failures: dict[str, float] = FAILURES
+) -> Iterator[Enumerated]:
+    """Yield every tree that can grow."""
     given: list[int] | None = []
     while given is not None:
         choices = Choices(given)
-        tree, _ = grow_with(choices, policy=policy)
-        probability = math.prod(chances[option] for _, option, chances in choices.drawn)
-        failed = any(option and isinstance(key, tuple) for key, option, _ in choices.drawn)
-        yield tree, probability, not failed
+        tree, _ = grow_with(choices, failures, policy, limits)
+        failed = [option for key, option, _ in choices.drawn if isinstance(key, tuple)]
+        sampled = math.prod(chances[option] for key, option, chances in choices.drawn if not isinstance(key, tuple))
+        yield tree, math.prod(chances[option] for _, option, chances in choices.drawn), 0.0 if any(failed) else sampled
         given = choices.next()
 
 
@@ -170,24 +184,17 @@ def gradient(tree: RolloutTree | None, advantages: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def all_trees() -> list[tuple[RolloutTree | None, float, bool]]:
+def all_trees() -> list[Enumerated]:
     return list(enumerate_trees())
 
 
-def expected(
-    trees: Sequence[tuple[RolloutTree | None, float, bool]], advantages: Callable[[RolloutTree], np.ndarray]
-) -> np.ndarray:
+def expected(trees: Sequence[Enumerated], advantages: Callable[[RolloutTree], np.ndarray]) -> np.ndarray:
     return sum(p * gradient(tree, advantages(tree) if tree is not None else np.zeros(0)) for tree, p, _ in trees)
 
 
-def without_failures(trees: Sequence[tuple[RolloutTree | None, float, bool]]) -> list[Any]:
+def without_failures(trees: Sequence[Enumerated]) -> list[Enumerated]:
     """Return the distribution of trees without failed calls: their sampling does not depend on failures."""
-
-    def answered(tree: RolloutTree) -> float:
-        names = [segment.tool.name for segment in tree.segments if segment.tool is not None]
-        return math.prod(1 - FAILURES[name] for name in names)
-
-    return [(tree, p / answered(tree), True) for tree, p, intact in trees if intact and tree is not None]
+    return [(tree, intact, intact) for tree, _, intact in trees if intact]
 
 
 def survivors(tree: RolloutTree) -> np.ndarray:
@@ -218,6 +225,24 @@ def group(tree: RolloutTree) -> Group:
 def test_expected_gradient_does_not_depend_on_failures(all_trees: list[Any]) -> None:
     assert sum(tree is not None and tree.lost is not None for tree, _, _ in all_trees) > 300
     check_expected_gradient(all_trees, planned=4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "failures"), [(POLICY, FAILURES), (POOLED, FAILURES), (POLICY, {"python": 0.1})], ids=[*"ab", "known"]
+)
+def test_expected_gradient_does_not_depend_on_failures_of_shared_calls(
+    policy: BranchPolicy, failures: dict[str, float]
+) -> None:
+    """Equal calls fail together; a search whose result is known before the tree cannot fail."""
+    trees = list(enumerate_trees(policy, SHARED, failures))
+    check_expected_gradient(trees, planned=4)
+    same = {(call, first) for tree, _, _ in trees if tree is not None for call, first in tree.grown.same_calls.items()}
+    assert any(first >= 0 for _, first in same) and any(first < 0 for _, first in same) == (failures != FAILURES)
+    for tree, _, _ in trees:  # as if each call failed for itself
+        if tree is not None:
+            tree.grown.same_calls = {}
+    with pytest.raises(AssertionError):
+        check_expected_gradient(trees, planned=4)
 
 
 @pytest.mark.parametrize("policy", [POOLED, SCARCE])
@@ -261,7 +286,8 @@ def test_bias_without_correction_and_of_normalised_groups_is_known(all_trees: li
 def drawn_tree(seed: int, name: str = "arpo") -> tuple[RolloutTree | None, BranchPolicy]:
     config = AlgorithmConfig(branching=name, group_size=6, initial_rollouts=3, entropy_tokens=2, branch_probability=0.7)
     policy = make_branch_policy(config, vocabulary_size=CODEC.vocabulary_size, seed=SEED)
-    return grow_with(Choices(rng=random.Random(seed)), policy=policy)[0], policy
+    limits = SHARED if seed % 2 else APART
+    return grow_with(Choices(rng=random.Random(seed)), policy=policy, limits=limits)[0], policy
 
 
 @pytest.mark.parametrize("name", ["arpo", "aepo", "grpo"])
@@ -288,15 +314,16 @@ def test_lost_branches_are_stored_and_replayed_but_not_trained(name: str, tmp_pa
     assert len(lossy) > 5
 
 
-def test_tree_with_failed_calls_regrows_from_its_record() -> None:
+@pytest.mark.parametrize("limits", [APART, SHARED], ids=["apart", "shared"])
+def test_tree_with_failed_calls_regrows_from_its_record(limits: RolloutLimits) -> None:
     for seed in range(6):
         entries: list[bytes] = []
-        tree, grower = grow_with(Choices(rng=random.Random(seed)), record=entries.append)
-        again, regrown = grow_with(Choices(rng=random.Random(99)), entries=entries)
+        tree, grower = grow_with(Choices(rng=random.Random(seed)), limits=limits, record=entries.append)
+        again, regrown = grow_with(Choices(rng=random.Random(99)), limits=limits, entries=entries)
         assert (tree is None) == (again is None)
         if tree is not None and again is not None:
             assert {**again.to_dict(), "seconds": 0, "lost": None} == {**tree.to_dict(), "seconds": 0, "lost": None}
-            assert again.planned == tree.planned
+            assert again.planned == tree.planned and again.grown.same_calls == tree.grown.same_calls
         assert regrown.counts.calls_failed == grower.counts.calls_failed
         assert (grower.counts.calls_failed > 0) == bool(grower.failed_calls)
 
@@ -328,16 +355,22 @@ def test_shares_of_answered_calls_forget_an_outage() -> None:
 
 @pytest.mark.slow_campaign
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", [POLICY, POOLED], ids=["reserved", "pooled"])
+@pytest.mark.parametrize(
+    ("policy", "limits"),
+    [(POLICY, APART), (POOLED, APART), (POLICY, SHARED)],
+    ids=["reserved", "pooled", "shared"],
+)
 @pytest.mark.parametrize("chance", [0.05, 0.10, 0.15])
-def test_ten_thousand_trees_agree_with_the_estimate_without_failures(policy: BranchPolicy, chance: float) -> None:
+def test_ten_thousand_trees_agree_with_the_estimate_without_failures(
+    policy: BranchPolicy, limits: RolloutLimits, chance: float
+) -> None:
     """The shares of answered calls are estimated as in a run."""
-    target = expected(without_failures(list(enumerate_trees(policy))), by(LeaveOneOut()))
+    target = expected(without_failures(list(enumerate_trees(policy, limits))), by(LeaveOneOut()))
     rng, known = random.Random(7), AnsweredShares()
     failures = dict.fromkeys(FAILURES, chance)
     found, plain = [], []
     for _step in range(100):
-        drawn = [grow_with(Choices(rng=rng), failures, policy) for _ in range(100)]
+        drawn = [grow_with(Choices(rng=rng), failures, policy, limits) for _ in range(100)]
         advantages = by(LeaveOneOut(), known.add(grower.calls for _, grower in drawn))
         trees = [tree for tree, _ in drawn if tree is not None]
         found.append(sum(gradient(tree, advantages(tree)) for tree in trees) / len(drawn))

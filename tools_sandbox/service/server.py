@@ -99,9 +99,14 @@ def build_app(service: ToolService, token: str | None) -> FastAPI:
 
     @app.get("/tools")
     async def tools() -> list[dict[str, object]]:
-        """Return the tools with the JSON schemas of their arguments."""
+        """Return the tools with the JSON schemas of their arguments, and whether equal calls share an answer."""
         return [
-            {"name": tool.name, "description": tool.description, "arguments": tool.schema()}
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "arguments": tool.schema(),
+                "cacheable": tool.cacheable,
+            }
             for tool in service.tools.values()
         ]
 

@@ -7,9 +7,10 @@ than two others. Each pair is weighted by the inverse of its chance to remain (H
     A_i = 1/M * sum_j (r_i - r_j) / pi_ij        pi_ij = product of p over the calls that i or j needs
 
 The calls that a trajectory needs are those on its path, and those that decided about its start (`RolloutTree.needs`).
-M is the number of trajectories without failures, p the share of a tool's calls that are answered
-(`RolloutTree.answered_shares`). With the weights 1/(M |o_i|) of `loss_aggregation=sequence-mean`, the expected gradient
-over independent failures is then exactly that without failures, with pooled and with reserved forks
+Equal calls that share one execution count once, and not at all if their result was known before the tree
+(`RolloutTree.same_calls`). M is the number of trajectories without failures, p the share of a tool's executed calls
+that are answered (`RolloutTree.answered_shares`). With the weights 1/(M |o_i|) of `loss_aggregation=sequence-mean`, the
+expected gradient over independent failures is then exactly that without failures, with pooled and with reserved forks
 (`tests/rollout/test_lost_branches.py` enumerates a small policy).
 Without failed calls, A_i = r_i - mean(r).
 """
@@ -55,6 +56,10 @@ def pair_weights(tree: RolloutTree) -> Floats:
     for row, leaf in enumerate(shape.leaves):
         for segment in grown.path(int(leaf)):
             needed[row, list(grown.needs.get(segment, ()))] = True
+    for call, first in grown.same_calls.items():
+        if first >= 0:
+            needed[:, first] |= needed[:, call]
+        needed[:, call] = False
     tools = [segment.tool for segment in grown.segments]
     remain = [record is None or record.status != FAILED_CALL for record in (tools[leaf] for leaf in shape.leaves)]
     calls = [None if tool is None or tool.status not in _ANSWERED else tool.name for tool in tools]

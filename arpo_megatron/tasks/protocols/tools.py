@@ -20,6 +20,8 @@ class ToolDefinition:
     """One sentence for the model."""
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON schema of the arguments."""
+    cacheable: bool = False
+    """The tool service gives equal calls the same answer."""
 
     @property
     def stop(self) -> str:
@@ -32,14 +34,14 @@ class ToolDefinition:
         return {"type": "function", "function": function}
 
 
-def _only_text(name: str, argument: str, description: str) -> ToolDefinition:
+def _only_text(name: str, argument: str, description: str, *, cacheable: bool) -> ToolDefinition:
     schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return ToolDefinition(name, argument, description, schema)
+    return ToolDefinition(name, argument, description, schema, cacheable)
 
 
 DEFAULT_TOOLS = (
-    _only_text("search", "query", "Search for passages that answer a query."),
-    _only_text(PYTHON, "code", "Run a Python program and return what it prints."),
+    _only_text("search", "query", "Search for passages that answer a query.", cacheable=True),
+    _only_text(PYTHON, "code", "Run a Python program and return what it prints.", cacheable=False),
 )
 """Tools of a job that names none (`rollout.tools`)."""
 DEFAULT_NAMES = tuple(tool.name for tool in DEFAULT_TOOLS)
@@ -66,6 +68,7 @@ def select_tools(names: Sequence[str], offered: Mapping[str, Mapping[str, Any]])
             _text_argument(offered[name]["arguments"]),
             str(offered[name].get("description", "")),
             offered[name]["arguments"],
+            bool(offered[name].get("cacheable", False)),
         )
         for name in names
     )
