@@ -345,7 +345,7 @@ class RolloutTree:
             "seconds": self.seconds,
             "segments": [_segment_to_dict(segment) for segment in self.segments],
             "needs": [[first, list(calls)] for first, calls in self.needs.items()],
-            "same_calls": list(self.same_calls.items()),
+            "same_calls": [[call, first] for call, first in self.same_calls.items()],
             "answered_shares": self.answered_shares,
             "lost": self.lost and {"grown": self.lost.grown.to_dict(), "trajectories": self.lost.trajectories},
         }
