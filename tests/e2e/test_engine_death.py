@@ -21,6 +21,28 @@ TASKS = 4
 
 
 @pytest.mark.slow_campaign
+def test_run_survives_killed_services(warm_run: Path) -> None:
+    command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, "rollout.journal_every_s=0.1")
+    with (
+        (warm_run.parent / "screen").open("wb") as screen,
+        subprocess.Popen([*command, "engine.restarts=3"], stderr=screen) as job,
+    ):
+        wait_for_samples(warm_run, 1, job)  # in step 1 a restarted engine would have the weights already
+        kill(job.pid, "arpo_megatron.engine.server.main")
+        kill(job.pid, "tools_sandbox")
+        kill(job.pid, "arpo_megatron.rollout.worker")
+        shown = health_after(3, warm_run)
+        assert job.wait(300) == 0, (warm_run.parent / "screen").read_text()[-3000:]
+    check_steps(warm_run)
+    notes = [str(event["text"]) for event in rows_of(warm_run / "events.jsonl") if event["kind"] == "note"]
+    assert any("the weights are pushed again" in text for text in notes), notes
+    health = {line.split()[0]: line for line in shown}
+    assert health.keys() == {"process", "sandbox", "engine", "rollout", "train"}
+    assert all("was killed by SIGKILL" in health[name] for name in ("sandbox", "engine", "rollout"))
+    assert not (warm_run / "health.json").exists()
+
+
+@pytest.mark.slow_campaign
 def test_run_ends_at_the_restart_limit_and_resumes(warm_run: Path) -> None:
     command = quickstart("train", warm_run, f"train.steps={STEPS}", *SHORT, "rollout.journal_every_s=0.1")
     with (warm_run.parent / "screen").open("wb") as screen:

@@ -131,13 +131,6 @@ def kill(job: Job, module: str) -> None:
                 process.kill()
 
 
-def phases_after_resumes(run: Path, count: int) -> list[object]:
-    """Return the names of the phases since the job was resumed for the `count`-th time."""
-    events = rows_of(run / "events.jsonl")
-    resumed = [index for index, event in enumerate(events) if "resumed from step_" in str(event.get("text"))]
-    return [event["name"] for event in events[resumed[count - 1] :] if "name" in event] if len(resumed) >= count else []
-
-
 def causes_of_restarts(run: Path) -> dict[str, str]:
     """Return why services were last restarted."""
     with suppress(UserError):  # no service is up yet
@@ -179,7 +172,7 @@ def test_ctrl_c_killed_rank_and_killed_services_lose_no_step_and_no_token(start:
     second = unfinished(warm_run)
 
     job = start(training(warm_run, *overrides, "engine.restarts=3", "--resume", steps=4))
-    wait_for("trees after the second resume", lambda: phases_after_resumes(warm_run, 2).count("rollout"), job)
+    wait_for("trees of step 4", lambda: in_phase(warm_run, "rollout", 3), job)
     for module in SERVICES.values():
         kill(job, module)
     wait_for("restarts", lambda: causes_of_restarts(warm_run).keys() >= SERVICES.keys(), job)
@@ -187,10 +180,9 @@ def test_ctrl_c_killed_rank_and_killed_services_lose_no_step_and_no_token(start:
     _, screen = job.communicate(timeout=300)
     assert job.returncode == 0, screen
     assert not (warm_run / "health.json").exists()
-    # The files of the engine have the weights of step 0.
-    assert any("the weights are pushed again" in note for note in notes(warm_run)), notes(warm_run)
     assert [row["step"] for row in rows_of(record)] == [1, 2, 3, 4]
     assert not any(row["dropped/failed"] for row in rows_of(record))
+    # Also after the restart, although the files of the engine have the weights of step 0.
     assert all(row["logprob_gap"] is None or row["logprob_gap"] < 1e-3 for row in rows_of(record))
     trees = sorted((warm_run / "trees").iterdir())
     assert [path.name for path in trees] == [f"step_00000{step}.parquet" for step in (1, 2, 3, 4)]
