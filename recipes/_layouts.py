@@ -82,7 +82,7 @@ class RecipeLayout:
 
 
 def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
-    """Return layouts as variants."""
+    """Return the overrides of each layout, by its name."""
     return {name: layout.variant() for name, layout in layouts.items()}
 
 

@@ -119,7 +119,7 @@ def drift(old: ast.AST, new: ast.AST) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a Markdown table of the library's functions and how they changed."""
     library, *roots = sys.argv[1:]
     trees = [Path(root) for root in roots]
     print(f"| name | used by | {' | '.join(tree.name for tree in trees)} | drift |")

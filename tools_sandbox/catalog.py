@@ -38,7 +38,7 @@ def tools_by_name(tools: list[Tool]) -> dict[str, Tool]:
     named = {tool.name: tool for tool in tools}
     duplicates = [tool.name for tool in tools if named[tool.name] is not tool]
     if duplicates:
-        raise ConfigError(f'two tools are called "{duplicates[0]}"')
+        raise ConfigError(f'two tools are called "{duplicates[0]}": rename one, or remove it from the tool file')
     return named
 
 

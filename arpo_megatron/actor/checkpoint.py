@@ -60,7 +60,7 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Outcome of one save."""
+    """Outcome of one save; `str()` is its line in the log."""
 
     step: int
     """Step of the checkpoint."""

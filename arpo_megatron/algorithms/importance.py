@@ -26,7 +26,7 @@ def bounded_exp(log_ratios: ArrayLike) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class SamplingWeights:
-    """Importance weights of one batch."""
+    """Importance weights of the trees of one step, and their metrics."""
 
     leaves: list[Floats]
     """For each tree float64[leaves], factors of w_i; all 1 for corrections of tokens."""

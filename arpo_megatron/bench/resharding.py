@@ -51,7 +51,7 @@ def bench_resharding(root: Path, bucket_mib: int, repeats: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure on one trainer rank."""
+    """Run one trainer rank of the benchmark; rank 0 prints the figures as JSON."""
     from arpo_megatron.actor import parallel
     from arpo_megatron.actor.model import build_chunks
     from arpo_megatron.bench.sync import DTYPE, TIMEOUT_S

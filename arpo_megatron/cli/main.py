@@ -76,7 +76,7 @@ def arpo(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and commit.")
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Define the options that stand before the command."""
 
 
 @app.command(rich_help_panel=Panel.START)

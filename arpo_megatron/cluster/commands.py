@@ -84,7 +84,7 @@ def run_command(path: Path, profile_path: Path, words: Sequence[str]) -> int:
         profile, config = load_profile(str(profile_path)), resolve.load(run.config)
         nodes: list[slurm.Node] = retry(lambda: slurm.allocated_nodes(node_list), [])
         if not nodes:
-            raise UserError("Slurm does not answer")
+            raise UserError(f"Slurm does not name the nodes {node_list}: submit the command again once `sinfo` answers")
         read_secrets(profile)
         backend = SlurmBackend(profile, _one_node(config, profile), nodes[:1], run, job_id)
         command = [sys.executable, "-m", "arpo_megatron", *words, *_engine_overrides(words[0], config, profile)]

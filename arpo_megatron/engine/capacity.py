@@ -13,7 +13,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """Capacity of an engine."""
+    """Size of an engine's KV pool and of its largest batch."""
 
     tokens: int
     """Size of its KV pool."""

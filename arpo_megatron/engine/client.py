@@ -155,7 +155,7 @@ class EngineClient:
         self._began[key] = version
 
     def end_tree(self, key: str) -> None:
-        """Forget a tree."""
+        """Forget the policy version with which the tree of a routing key began."""
         self._began.pop(key, None)
 
     def _cache_version(self, key: str) -> int:

@@ -133,7 +133,7 @@ def layer_bytes(
 
 
 def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the layout without recomputation."""
+    """Return the same layout, with every activation kept for the backward pass."""
     return replace(parallel, recompute="none", recompute_layers=None)
 
 

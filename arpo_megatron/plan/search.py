@@ -118,7 +118,7 @@ def _distinct(fitting: Sequence[Plan], best: int) -> list[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans layouts of one job."""
+    """Tries layouts of one job on given hardware and workloads."""
 
     hardware: Hardware
     spec: ModelSpec

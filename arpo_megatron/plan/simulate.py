@@ -51,7 +51,7 @@ class RolloutModel:
 
 @dataclass(slots=True)
 class SimulatedRollout:
-    """Totals of a simulation."""
+    """Time, tokens and requests of a simulated rollout, summed over its steps."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -70,7 +70,6 @@ class SimulatedRollout:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.seconds / max(1, self.steps)
 
     @property

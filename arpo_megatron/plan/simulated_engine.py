@@ -51,7 +51,7 @@ class EngineModel:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """KV of one segment."""
+    """KV cache of one segment, a node of the radix tree."""
 
     parent: "Block | None"
     tokens: int = 0
@@ -126,7 +126,6 @@ class SimulatedEngine:
         self._paused = True
 
     def resume(self) -> None:
-        """Continue."""
         self._paused = False
         if not self._active:
             self._active = True

@@ -12,7 +12,6 @@ class EnvironmentReward:
 
     @property
     def needs_judge(self) -> bool:
-        """No."""
         return False
 
     def score_group(self, group: ResponseGroup) -> list[Score]:

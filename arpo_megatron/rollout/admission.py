@@ -243,7 +243,6 @@ class KvAdmission:
                 path.cached = 0
 
     def figures(self) -> AdmissionFigures:
-        """Return the figures of now."""
         paths = [path for tree in self._trees.values() for path in tree.paths.values()]
         return AdmissionFigures(
             resident=sum(path.resident for path in paths),

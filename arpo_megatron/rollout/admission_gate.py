@@ -33,7 +33,7 @@ _UNLIMITED = EngineCapacity(tokens=2**50, requests=2**40)
 
 @dataclass(slots=True)
 class Turn:
-    """A request that was granted."""
+    """A request that may be sent, and what its sender reports after the answer."""
 
     length: int
     """Tokens from the root to the end of the path after the answer; its user sets it."""
@@ -121,7 +121,6 @@ class AdmissionGate:
         self.admission.flushed()
 
     def figures(self) -> AdmissionFigures:
-        """Return the figures of now."""
         return self.admission.figures()
 
     def grant(self) -> None:
@@ -135,7 +134,7 @@ class AdmissionGate:
 
 
 class TreeAdmission:
-    """Admission of one tree's paths."""
+    """Lets the requests of one tree wait until the admission grants them."""
 
     def __init__(self, gate: AdmissionGate, number: int, routing_key: str) -> None:
         self._gate = gate

@@ -55,7 +55,7 @@ class RolloutLimits:
 
     @classmethod
     def training(cls, config: JobConfig) -> Self:
-        """Return the limits of training."""
+        """Return the limits of training, from `rollout` and `model.max_length`."""
         rollout = config.rollout
         return cls(
             max_length=config.model.max_length,

@@ -27,7 +27,7 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One token of the model."""
+    """A token that the model sampled."""
 
     id: int
     logprob: float | None
@@ -48,7 +48,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolStep:
-    """A finished tool call."""
+    """A tool call of the model and its result."""
 
     name: str
     arguments: dict[str, Any]
@@ -60,7 +60,6 @@ class ToolStep:
     """The inserted result, with its tags."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
         return {name: getattr(self, name) for name in ("name", "arguments", "result", "status", "seconds")}
 
 

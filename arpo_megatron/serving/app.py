@@ -50,7 +50,7 @@ class PastStep(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """A message of `/v1/chat/completions`."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -133,7 +133,7 @@ class Served:
 
 
 def application(served: Served) -> Starlette:
-    """Return the web application."""
+    """Return the web application that answers OpenAI's routes for a served agent."""
 
     async def models(_: Request) -> Response:
         entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo", "weights": served.weights}

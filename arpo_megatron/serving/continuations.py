@@ -29,7 +29,7 @@ class PastCall(BaseModel):
 
 
 class ContinuationRequest(BaseModel):
-    """The body of a request."""
+    """Body of a request for continuations of a trajectory."""
 
     model_config = ConfigDict(extra="forbid")
     token_ids: list[int] = Field(min_length=1)

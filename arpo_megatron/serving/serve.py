@@ -45,7 +45,7 @@ _END_S = 20
 
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """Arguments of `arpo serve`."""
+    """Arguments and options of `arpo serve`."""
 
     target: str
     overrides: Sequence[str]

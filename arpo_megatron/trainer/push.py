@@ -59,7 +59,9 @@ def push_with_retries(
         if pause_s is not None:
             session.note(f"push {attempt} of {len(PAUSES_S) + 1} failed and is repeated in {pause_s} s: {failure}")
             time.sleep(pause_s)
-    raise UserError(f"{attempt} weight pushes in a row have failed ({failure}): fix it and use --resume")
+    raise UserError(
+        f"{attempt} weight pushes in a row have failed ({failure}): the logs of the engines say why; --resume continues"
+    )
 
 
 def push_once(

@@ -13,7 +13,7 @@ _WINDOW = 5
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One remark on a run."""
+    """A remark on something that is off in a run, with its remedy."""
 
     title: str
     detail: str
@@ -24,7 +24,6 @@ class Advice:
     """Page of the documentation."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
         return asdict(self)
 
 

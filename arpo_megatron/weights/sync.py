@@ -72,7 +72,7 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class PushSettings:
-    """How weights are pushed."""
+    """Transport, memory and checks of weight pushes."""
 
     kind: Kind = "auto"
     """`sync.transport`."""
@@ -192,7 +192,6 @@ class WeightSync:
         )
 
     def verify_next(self) -> None:
-        """Have the next push verified."""
         self._since_verified = self._settings.verify_every
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class SearchTool(Tool):
             raise ToolBroken(str(error), blocked=error.blocked) from error
 
     async def find(self, query: str, k: int, timeout_s: float) -> ToolResult:
-        """Ask the engine. Raises RequestFailed."""
+        """Return the engine's snippets for a query. Raises RequestFailed."""
         return self.listed(await self._engine.search(query, k))
 
     def listed(self, pages: list[str]) -> ToolResult:

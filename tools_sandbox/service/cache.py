@@ -269,7 +269,6 @@ class AnswerCache:
             self._bytes -= sys.getsizeof(oldest.result.text)
 
     async def cancel(self) -> None:
-        """Cancel every execution in flight."""
         await self._flights.cancel()
 
     def close(self) -> None:

@@ -162,5 +162,4 @@ class RequestDeduplicator:
         self._bytes -= sys.getsizeof(known.answer.text)
 
     async def cancel(self) -> None:
-        """Cancel all calls in flight."""
         await self._flights.cancel()

@@ -56,7 +56,6 @@ class Intake:
         """Bytes of the bodies of unanswered calls, by address of the caller."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:

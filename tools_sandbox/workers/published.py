@@ -12,7 +12,7 @@ class PublishedTool(Tool):
     """A tool that only its worker process can create. The service checks its arguments and passes its calls on."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        """description: result of `describe`."""
+        """Take name, schema and properties from a result of `describe`."""
         self.name = description["name"]
         self.description = description["description"]
         self.arguments: Mapping[str, Any] = description["arguments"]

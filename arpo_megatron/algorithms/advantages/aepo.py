@@ -24,7 +24,6 @@ class EntropyAware:
     """a, 0.2 in the paper."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        """Return float64[leaves] per group."""
         return [group_advantages(group.rewards) for group in groups]
 
     def token_factors(self, batch: LossBatch) -> list[Floats]:

@@ -91,7 +91,6 @@ class ReservedForks:
 
     @property
     def shared_round(self) -> int | None:
-        """None."""
         return None
 
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:

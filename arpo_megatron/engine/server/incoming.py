@@ -36,8 +36,7 @@ class Incoming(Protocol):
     def finish(self, messages: Sequence[Message]) -> None:
         """Wait for a round and store it in the parameters."""
 
-    def close(self) -> None:
-        """Disconnect."""
+    def close(self) -> None: ...
 
 
 class FromGroup:

@@ -68,13 +68,13 @@ class TensorType:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
+        """`dtype` as an object of torch."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def whole(self) -> Box:
-        """The box of all elements."""
+        """The box that holds all elements of the tensor."""
         return tuple((0, n) for n in self.shape)
 
     def meta(self) -> Tensor:

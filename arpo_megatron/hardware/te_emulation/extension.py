@@ -56,7 +56,6 @@ class NotEmulated:
         return NotEmulated(f"{self._name}.{name}")
 
     def __call__(self, *_arguments: object, **_named: object) -> NoReturn:
-        """Raise NotImplementedError."""
         raise NotImplementedError(f"transformer_engine_torch.{self._name} is not emulated on a CPU")
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +82,7 @@ def _always(value: object) -> Any:
 
 
 def make_extension() -> ModuleType:
-    """Return the module."""
+    """Return a stand-in for the module `transformer_engine_torch`."""
     module = _Extension("transformer_engine_torch", __doc__)
     for item in (*_ENUMS, *_FUNCTIONS):
         setattr(module, item.__name__, item)

@@ -15,7 +15,7 @@ CORRECT = "correct"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The consequences of an action."""
+    """Answer of an environment to an action."""
 
     observation: str
     """The text that the model reads next; unused if `done`."""

@@ -22,7 +22,6 @@ class EnvironmentProtocol:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """No stop string."""
         return ()
 
     async def read_call(self, text: str, stop: str | None) -> Reading:

@@ -53,4 +53,4 @@ class ScriptedUser:
         return Step(self.replies[word], rewards={"turns": self.turn_penalty})
 
     def close(self) -> None:
-        """Do nothing."""
+        """A dialogue holds nothing that must be freed."""

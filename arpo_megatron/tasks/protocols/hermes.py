@@ -40,7 +40,6 @@ class HermesProtocol:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The closing tag."""
         return (_CLOSE,)
 
     async def read_call(self, text: str, stop: str | None) -> Reading:

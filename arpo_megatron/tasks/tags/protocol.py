@@ -19,7 +19,6 @@ class TagProtocol:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The closing tags."""
         return tuple(tool.stop for tool in self.tools)
 
     async def read_call(self, text: str, stop: str | None) -> Reading:

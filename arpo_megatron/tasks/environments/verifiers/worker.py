@@ -70,7 +70,7 @@ class Conversation:
 
 
 class Worker:
-    """The environment and its episodes."""
+    """A `verifiers` environment and its open episodes, in the environment's own process."""
 
     def __init__(self, config: Path) -> None:
         self._env = load_environment(resolve_env_config(tomllib.loads(config.read_text())))
