@@ -19,7 +19,7 @@ from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.rank import RANKS_PER_NODE
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
+from arpo_megatron.engine.wire.endpoints import LAUNCHER_PID_VARIABLE
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement
 from arpo_megatron.jobs.run_directory import RunDirectory

@@ -21,12 +21,12 @@ import requests
 
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.options import extra_options
-from arpo_megatron.engine.server.main import LAUNCHER_PID_VARIABLE
 from arpo_megatron.engine.wire.endpoints import (
     AWAIT_PUSH_VARIABLE,
     ENGINE_TOKEN_VARIABLE,
     HEALTH_PATH,
     KEEP_KV_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
 )
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT, process_environment, trainer_environment

@@ -131,6 +131,7 @@ def test_resume_skips_a_damaged_checkpoint_and_ends_with_the_same_bits(run: Path
     assert [{key: row[key] for key in kept} for row, kept in zip(again, timeless, strict=True)] == timeless
 
 
+@pytest.mark.slow_campaign
 def test_resume_without_any_whole_checkpoint_is_one_line(run: Path, talks: Path, model: Path) -> None:
     shutil.rmtree(run / "sft")
     for path in (run / "sft_checkpoints").glob("step_*/manifest.json"):
@@ -152,6 +153,7 @@ def test_resume_with_changed_data_is_one_line(run: Path, talks: Path, model: Pat
     assert f"sft.data={talks} has changed since {run} was started" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.slow_campaign
 def test_recompute_update_names_the_nonfinite_pack(run: Path) -> None:
     tree = RolloutTree("task", [1, 2, 3])
     tree.add(0, Role.MODEL, [4, 5, 6], logprobs=np.zeros(3))

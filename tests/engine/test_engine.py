@@ -195,7 +195,7 @@ def engine_processes(word: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("moment", ["while it starts", "when it serves"])
+@pytest.mark.parametrize("moment", [pytest.param("while it starts", marks=pytest.mark.slow_campaign), "when it serves"])
 def test_engine_dies_with_its_launcher(tiny_model: Path, tmp_path: Path, moment: str) -> None:
     model = tmp_path / "model"
     model.symlink_to(tiny_model)

@@ -31,7 +31,7 @@ WITHOUT_TORCH_AT_MODULE_LEVEL = """
 import importlib, pkgutil, sys
 for name in ("torch", "megatron", "sglang"):
     sys.modules[name] = None  # importing it raises ImportError
-for package in "algorithms jobs packing plan rewards rollout tasks".split():
+for package in "algorithms evaluation jobs launch packing plan rewards rollout serving tasks view".split():
     package = importlib.import_module(f"arpo_megatron.{package}")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         try:
@@ -62,7 +62,7 @@ def test_command_line_imports_no_torch() -> None:
 
 
 def test_lower_packages_import_no_torch() -> None:
-    """Packages that the command line and the rollout process use import torch inside functions only."""
+    """Packages of the command line, the rollout process and servers import torch inside functions only."""
     assert run(WITHOUT_TORCH_AT_MODULE_LEVEL) == OTHER_INTERPRETER
 
 

@@ -2,7 +2,7 @@
 
 Real engines and the real tool service are supervised as in a job. The faults come in an order drawn by the seed, spread
 evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. `make test`
-has 8 faults in 60 trees; the campaign has 20 faults in 512 trees, with other seeds and without the router.
+has 8 faults in 36 trees; the campaign has 20 faults in 512 trees, with other seeds and without the router.
 """
 
 import os
@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-TREES, CAMPAIGN_TREES = 60, 512
+TREES, CAMPAIGN_TREES = 36, 512
 FAULTS = {
     "kill an engine": 1,
     "stop the router": 1,

@@ -211,7 +211,7 @@ hold(30, fill)
 @pytest.mark.parametrize("hoard", HOARDS)
 def test_call_memory_limit_covers_all_processes(attacked: tuple[SandboxClient, Any], hoard: str) -> None:
     client, service = attacked
-    answer = client.call("python", {"code": HOARDING + HOARDS[hoard]}, timeout_s=20)
+    answer = client.call("python", {"code": HOARDING + HOARDS[hoard]}, timeout_s=50)
     enforced = "control groups: yes" in service.stderr()
     assert ("one was ended" if enforced else "more than 512 MiB of memory") in answer.text
     assert_honest_calls_work(client)
@@ -221,7 +221,7 @@ def test_pages_that_children_share_do_not_end_call(attacked: tuple[SandboxClient
     """Counted once for each process, the shared pages would be more than the limit."""
     client, _ = attacked
     code = "kept = bytearray(b'1') * (100 << 20); import os, time\nfor _ in range(20): os.fork() or time.sleep(60)\n"
-    assert client.call("python", {"code": code + "time.sleep(1.5); 'ended by itself'"}, timeout_s=20).status == "ok"
+    assert client.call("python", {"code": code + "time.sleep(1.5); 'ended by itself'"}, timeout_s=50).status == "ok"
 
 
 def test_call_has_no_huge_pages_unless_kernel_counts_them(attacked: tuple[SandboxClient, Any]) -> None:
@@ -373,6 +373,7 @@ def test_call_cannot_see_another_call(attacked: tuple[SandboxClient, Any]) -> No
         assert victim.result().status == "error"
 
 
+@pytest.mark.slow_campaign
 def test_call_cannot_starve_other_calls(attacked: tuple[SandboxClient, Any]) -> None:
     client, service = attacked
     served = threading.Event()

@@ -134,7 +134,7 @@ def site() -> Iterator[Site]:
         yield running
 
 
-@pytest.mark.parametrize(("calls", "kills"), [(400, 1), pytest.param(10_000, 2, marks=pytest.mark.slow_campaign)])
+@pytest.mark.parametrize(("calls", "kills"), [(150, 1), pytest.param(10_000, 2, marks=pytest.mark.slow_campaign)])
 @pytest.mark.timeout(1500)
 def test_mixed_load_is_answered_once_and_rightly(
     start_service: Callable[..., Any], site: Site, tmp_path: Path, calls: int, kills: int

@@ -184,7 +184,7 @@ def push_sharded(url: str, directory: Path, version: int, kind: str, dies: int |
     parallel.destroy()
 
 
-@pytest.mark.parametrize("kind", ["network", "ipc"])
+@pytest.mark.parametrize("kind", ["network", pytest.param("ipc", marks=pytest.mark.slow_campaign)])
 def test_four_trainer_ranks_push_into_two_engine_ranks(engine: EngineHandle, tmp_path: Path, kind: str) -> None:
     """A trainer rank that is killed within a push leaves a closed engine, which a whole push opens."""
     trained = trainer(tmp_path, 33)

@@ -25,12 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from arpo_megatron.engine.server import cpu, entropy, fp8_on_cpu, gate
-from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE
+from arpo_megatron.engine.wire.endpoints import ENGINE_TOKEN_VARIABLE, LAUNCHER_PID_VARIABLE
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import bind_to_parent, watch_parent
-
-LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
-"""Environment variable with a process id: when that process dies, the engine kills its own process group."""
 
 
 def _die_with_spawner() -> None:

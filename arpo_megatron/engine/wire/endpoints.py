@@ -11,6 +11,9 @@ KEEP_KV_VARIABLE = "ARPO_KEEP_KV"
 """Environment variable of engines. Any value: a push leaves the KV cache as it is (`rollout.across_push=keep_kv`).
 Requests then name the part of the cache that they use (`extra_key`)."""
 
+LAUNCHER_PID_VARIABLE = "ARPO_ENGINE_LAUNCHER_PID"
+"""Environment variable with a process id: when that process dies, the engine kills its own process group."""
+
 HEALTH_PATH = "/health/arpo"
 """Health probe that generates nothing. SGLang lets paths below /health pass without a token."""
 
