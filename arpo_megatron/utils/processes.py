@@ -16,7 +16,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 PARENT_WATCH_INTERVAL_S = 0.5
-_TAIL_BYTES = 2**22
+_TAIL_BYTES, _LINE_CHARS = 2**22, 2000
 RANK_FAILED = "---- rank {rank} failed:"
 """First line of a failing trainer rank's report in its log (`rank_main.py`)."""
 RANK_FAILED_END = "---- end of that rank's report"
@@ -114,7 +114,7 @@ def last_lines(path: Path, start: int = 0, count: int = 15) -> str:
         elif warned and line.startswith("  "):  # the line of code that warned
             warned = False
         else:
-            kept.append(f"  | {line.rstrip()}")
+            kept.append(f"  | {line.rstrip()[:_LINE_CHARS]}")
             warned = False
     return "\n".join(kept[-count:])
 

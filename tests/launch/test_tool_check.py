@@ -69,7 +69,9 @@ def isolation_notes(before: str, *overrides: str) -> str:
 def test_quickstart_runs_without_namespaces_and_says_so() -> None:
     assert isolation_notes("") == "\n"
     (line,) = isolation_notes(WITHOUT_NAMESPACES).splitlines()
-    assert line.startswith("python calls are isolated at level process only: a call can see names of folders")
+    assert line.startswith(
+        "python calls are isolated at level process only: a call can see names, sizes and times of files"
+    )
     (line,) = isolation_notes(WITHOUT_NAMESPACES, "sandbox.isolation=contained").splitlines()
     assert line.startswith("refused: sandbox.isolation=contained, but this machine reaches process (network namespace")
     assert "set sandbox.isolation=process" in line

@@ -49,8 +49,9 @@ def test_policy_permits_public_address(address: str) -> None:
 
 def test_policy_refuses_own_and_denied_public_addresses() -> None:
     assert AddressPolicy((), ["1.1.1.0/24"]).permits("1.0.0.1")
-    assert not AddressPolicy((), ["1.1.1.0/24"]).permits("1.1.1.1")
-    assert AddressPolicy(["1.1.1.1/32"], ["1.1.1.0/24"]).permits("1.1.1.1")
+    for address in ("1.1.1.1", "::ffff:1.1.1.1", "::ffff:101:101", "64:ff9b::101:101"):
+        assert not AddressPolicy((), ["1.1.1.0/24"]).permits(address)
+        assert AddressPolicy(["1.1.1.1/32"], ["1.1.1.0/24"]).permits(address)
     assert _is_own(ip_address("127.0.0.1"))
     assert _is_own(ip_address("::ffff:127.0.0.1"))
     assert not _is_own(ip_address("1.1.1.1"))

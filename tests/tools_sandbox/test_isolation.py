@@ -137,7 +137,7 @@ for group in (-1, -os.getpgid(0), -os.getppid()):
     answer = client.call("python", {"code": code})
     assert stands(service, "PID namespace") or answer.text == "1\n1\n1"
     assert client.call("python", {"code": "import os; os.kill(0, 9)"}).status == "error"  # its own group
-    lacks = "python isolation: level process: a call can see names of folders"
+    lacks = "python isolation: level process: a call can see names, sizes and times of files"
     assert (lacks in service.stderr()) != stands(service, "PID namespace")
 
 

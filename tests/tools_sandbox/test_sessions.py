@@ -116,6 +116,22 @@ def test_unpicklable_names_are_reported(session: tuple[RunCode, Any]) -> None:
     assert "NameError" in run("g", state="u/1").text
 
 
+def test_files_are_kept_from_the_folder_of_the_call(session: tuple[RunCode, Any]) -> None:
+    run, _ = session
+    code = "import os; open('data', 'w').write('1'); os.mkdir('out'); os.chdir('out'); open('plot', 'w').write('2')"
+    assert run(code, keep="f/1").status == "ok"
+    assert run("import os; sorted(os.listdir()), os.listdir('out')", state="f/1").text == "(['data', 'out'], ['plot'])"
+    assert run("y = 2; os.chdir('/')", state="f/1", keep="f/2").status == "ok"
+    assert run("y, sorted(os.listdir())", state="f/2").text == "(2, ['data', 'out'])"
+
+
+def test_unreadable_files_are_reported(session: tuple[RunCode, Any]) -> None:
+    run, _ = session
+    code = "import os; x = 1; os.mkdir('a'); open('a/b', 'w').close(); open('c', 'w').close(); os.chmod('a', 0)"
+    assert run(code, keep="u/1").text == "[files not kept for the next call: a]"
+    assert run("x, sorted(os.listdir())", state="u/1").text == "(1, ['c'])"
+
+
 def test_missing_state_is_readable_error(session: tuple[RunCode, Any]) -> None:
     run, _ = session
     answer = run("1", state="never")

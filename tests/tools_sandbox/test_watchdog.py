@@ -88,19 +88,26 @@ def test_preloaded_pages_are_subtracted_once(start: Start) -> None:
 def test_page_tables_count(start: Start) -> None:
     # A read of an untouched page costs no memory except its page tables: here two of them.
     pid = start("for n in range(4000): ctypes.string_at(page((1 << 40) + (n << 30)), 1)")
-    assert 4000 * 8192 / MIB < measured_mib(pid) < 64
+    assert 4000 * 8192 / MIB < measured_mib(pid, limit_mib=20) < 64
 
 
 def test_mappings_count(start: Start) -> None:
     pid = start("for n in range(40000): page((1 << 40) + (n << 13), 0)")
-    assert 40_000 * 256 / MIB < measured_mib(pid) < 40
+    assert 40_000 * 256 / MIB < measured_mib(pid, limit_mib=16) < 40
+
+
+def test_mappings_count_for_every_fork_that_led_to_them(start: Start) -> None:
+    """Linux links each mapping with memory of its own to those of all processes that it was copied from."""
+    code = "for n in range(8000): ctypes.memset(page((1 << 40) + (n << 13), 3), 1, 1)\n"
+    code += "for depth in range(5):\n    if os.fork() != 0: break\n"
+    assert 5 * 8000 * 256 + 15 * 8000 * 170 < measured_mib(start(code, 5), limit_mib=60) * MIB - 8000 * 4096 < 100 * MIB
 
 
 def test_upper_bound_follows_limit_of_machine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = start("libc.mmap(None, 1 << 30, 0, 0x4022, -1, 0)")  # address space of 262,144 pages
     for limit, most in ((200_000, 200_000), (1 << 20, 262_144)):
         monkeypatch.setattr(watchdog, "_MOST_MAPPINGS", limit)
-        process = watchdog._find_memory([Path(f"/proc/{pid}")])
+        process = watchdog._find_memory([Path(f"/proc/{pid}")], forks=0)
         assert process is not None
         assert most * 256 < process.most_bytes < most * 256 + 64 * MIB
 
@@ -116,7 +123,7 @@ libc.syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)
 
 
 def test_memory_far_below_limit_is_not_measured_exactly(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(watchdog, "_exact_bytes")
+    monkeypatch.delattr(watchdog, "_page_bytes")
     assert 64 < measured_mib(start("kept = own(64)"), limit_mib=512) < 512
 
 
@@ -131,13 +138,13 @@ def test_exact_measurement_rests_unless_memory_grows(start: Start, monkeypatch: 
         assert 64 < looked_mib(watched) < 100
     assert forks == [0.0, 3.7]
     os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: watchdog._find_memory([Path(f"/proc/{pid}")]).most_bytes > 128 * MIB)
+    wait_until(lambda: watchdog._find_memory([Path(f"/proc/{pid}")], forks=0).most_bytes > 128 * MIB)
     assert looked_mib(watched) > 100
     assert forks[2] == 3.7
 
 
 def test_look_does_not_wait_for_exact_measurement(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_exact_bytes", lambda _: time.sleep(60))
+    monkeypatch.setattr(watchdog, "_page_bytes", lambda _: time.sleep(60))
     watched = Watchdog(start("kept = own(64)"), 0, MIB)
     for lost in range(3):
         assert [watched.look(8).memory_bytes for _ in range(3)] == [0, 0, 0]

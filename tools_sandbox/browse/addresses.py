@@ -54,7 +54,7 @@ class AddressPolicy:
     def permits(self, address: str) -> bool:
         """Return True if connections to this numeric address are allowed."""
         # A scope ("fe80::1%eth0") names an interface. Such an address is never public.
-        numeric = ipaddress.ip_address(address.partition("%")[0])
+        numeric = _inner(ipaddress.ip_address(address.partition("%")[0]))
         if any(numeric in network for network in self._allowed):
             return True
         if any(numeric in network for network in self._denied):
@@ -80,6 +80,13 @@ def _networks(key: str, named: Sequence[str]) -> list[_Network]:
         raise ConfigError(f"browse.{key}: {error}") from error
 
 
+def _inner(address: _Address) -> _Address:
+    """Return the address that a connection to `address` reaches: the IPv4 address inside it, if it has one."""
+    if any(address in network for network in _WITH_IPV4_INSIDE):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
 def _is_own(address: _Address) -> bool:
     """Return whether the address belongs to this machine, also if it is public: only such addresses can be bound."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
@@ -94,6 +101,4 @@ def _is_own(address: _Address) -> bool:
 def _is_public(address: _Address) -> bool:
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in network for network in _NOT_PUBLIC_V4)
-    if any(address in network for network in _WITH_IPV4_INSIDE):
-        return _is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return address in _GLOBAL_UNICAST and not any(address in network for network in _NOT_PUBLIC_V6)

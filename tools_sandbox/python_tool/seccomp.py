@@ -215,6 +215,8 @@ def _checks_among_others() -> dict[str, list[bytes]]:
     return {
         "setsid": nothing_done,
         "setpgid": nothing_done,
+        # RLIMIT_FSIZE does not count blocks beyond the end of the file, which only the disk of a call would bound.
+        "fallocate": [_argument(1), _op(_EQUAL, 0, 1, 0), _op(_RETURN, _ERRNO | errno.EOPNOTSUPP), allow],
         # Negative numbers are all processes of the user, and groups of processes. The call's own group is 0.
         "kill": [_argument(0), _op(_GREATER, 0x7FFFFFFF, 0, 1), refuse, allow],
         "setpriority": [

@@ -47,8 +47,10 @@ class _Unpickler(pickle.Unpickler):
         return self._names
 
 
-def save_state(names: dict[str, Any], descriptor: int, limit_mib: int) -> None:
-    """Write the state to a descriptor, or nothing if it is too large. Report on stdout what cannot be kept.
+def save_state(names: dict[str, Any], folder: Path, descriptor: int, limit_mib: int) -> None:
+    """Write names and the files of a folder to a descriptor, or nothing if they are too large.
+
+    Report on stdout what cannot be kept. The folder becomes the working directory.
 
     Names that can be pickled but not unpickled (an exception whose `__init__` takes more arguments) are left out too,
     so that a later call can begin with every state that is kept.
@@ -64,7 +66,9 @@ def save_state(names: dict[str, Any], descriptor: int, limit_mib: int) -> None:
     if content is None:
         print("[state not kept: its names could not be read again]")
         return
-    files = _pack_files(limit_mib * _MIB)
+    files, unreadable = _pack_files(folder, limit_mib * _MIB)
+    if unreadable:
+        print(f"[files not kept for the next call: {', '.join(unreadable)}]")
     size = HEADER.size + len(content) + len(files)
     if size > limit_mib * _MIB:
         print(f"[state not kept: it has {size} bytes, at most {limit_mib} MiB are kept]")
@@ -124,12 +128,21 @@ def _pickle(kept: dict[str, Any], names: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _pack_files(limit_bytes: int) -> bytes:
-    if not any(Path().iterdir()):
-        return b""
-    file = io.BytesIO()
+def _pack_files(folder: Path, limit_bytes: int) -> tuple[bytes, list[str]]:
+    """Return a tar archive of what a folder holds, b"" for nothing, and the names that cannot be read."""
+    try:
+        os.chdir(folder)  # the code may have changed the working directory
+        paths = sorted(Path().rglob("*"))
+    except OSError:  # the code may have removed it
+        return b"", [str(folder)]
+    file, unreadable = io.BytesIO(), list[str]()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for path in sorted(Path().rglob("*")):
-            if (path.is_file() or path.is_dir() or path.is_symlink()) and file.tell() <= limit_bytes:
-                archive.add(path, recursive=False)
-    return file.getvalue()
+        for path in paths:
+            try:
+                if not path.is_symlink() and not os.access(path, os.R_OK):
+                    raise PermissionError  # `rglob` passes over what is in such a folder
+                if (path.is_file() or path.is_dir() or path.is_symlink()) and file.tell() <= limit_bytes:
+                    archive.add(path, recursive=False)
+            except OSError:
+                unreadable.append(str(path))
+    return file.getvalue() if paths else b"", unreadable

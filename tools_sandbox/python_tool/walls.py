@@ -93,7 +93,9 @@ class Walls:
             return ""
         if self.level() == Level.LIMITS:
             return "a call can read and do everything that the service's user can"
-        seen = "a call can see names of folders, process numbers, the host name and the load of the machine"
+        seen = (
+            "a call can see names, sizes and times of files, process numbers, the host name and the load of the machine"
+        )
         if self.own_uid or self.landlock >= landlock.SIGNALS_ABI:
             return seen
         return f"{seen}, and signal any process of the service's user by its number (needs Linux 6.12)"

@@ -18,8 +18,9 @@ PERIOD_S = 0.05
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _UTIME, _STIME, _CUTIME, _CSTIME = 11, 12, 13, 14  # fields of /proc/PID/stat after the name
-_MAPPING_BYTES = 256
-"""Memory of the kernel for one mapping, which is at least one page of address space."""
+_MAPPING_BYTES, _FORKED_MAPPING_BYTES = 256, 170
+"""Memory of the kernel for one mapping, which is at least one page of address space, and for each fork that led to it
+(its `anon_vma` and `anon_vma_chain`)."""
 _REST = 9
 """An exact measurement of memory is followed by a rest of this many times its CPU time."""
 _LOST = 3
@@ -45,6 +46,8 @@ class _Process(NamedTuple):
     folder: Path
     """Folder in /proc of a thread that has the memory."""
     page_tables_bytes: int
+    mapping_bytes: int
+    """Memory of the kernel for each of its mappings."""
     most_bytes: int
     """Upper bound on its memory, which is fast to read: shared pages count whole, and each page of the address space
     counts as a mapping, up to the most that Linux allows."""
@@ -56,8 +59,12 @@ class _Measurement:
     It is no thread: a process whose children have another PID namespace cannot start one.
     """
 
-    def __init__(self, processes: list[_Process], most_bytes: int) -> None:
-        """most_bytes: upper bound on the memory of the processes. Raises OSError if no process can be started."""
+    def __init__(self, processes: list[_Process], most_bytes: int, enough_bytes: int) -> None:
+        """Raises OSError if no process can be started.
+
+        most_bytes: upper bound on the memory of the processes.
+        enough_bytes: if their pages have more, page tables and mappings are left out: the call ends anyway, and sooner.
+        """
         self.most_bytes = most_bytes
         self._pipe, writing = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -68,7 +75,7 @@ class _Measurement:
             raise
         else:
             if self._pid == 0:
-                _report(processes, writing)
+                _report(processes, enough_bytes, writing)
         finally:
             os.close(writing)
 
@@ -84,11 +91,13 @@ class _Measurement:
         return int(exact), float(cpu_s)
 
 
-def _report(processes: list[_Process], descriptor: int) -> NoReturn:
+def _report(processes: list[_Process], enough_bytes: int, descriptor: int) -> NoReturn:
     try:
         # The smaller one of two: a fork between the looks at two processes, or a child that borrows its parent's memory
         # until it executes a program, makes one of them too large.
-        exact = min(sum(map(_exact_bytes, processes)) for _ in range(2))
+        exact = min(sum(map(_page_bytes, processes)) for _ in range(2))
+        if exact <= enough_bytes:
+            exact += sum(map(_kernel_bytes, processes))
         os.write(descriptor, f"{exact} {time.process_time()}".encode())
     finally:
         os._exit(0)
@@ -130,17 +139,17 @@ class Watchdog:
     def _look(self, at_most: int) -> Usage:
         ticks, count = 0, 0
         processes = list[_Process]()
-        waiting = [self._first_pid]
+        waiting = [(self._first_pid, 0)]
         while waiting and count <= at_most:  # a fork bomb may grow faster than this loop
-            pid = waiting.pop()
+            pid, forks = waiting.pop()
             with suppress(OSError, ValueError):  # it has ended meanwhile
                 fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
                 count += 1
                 ticks += sum(int(fields[kind]) for kind in (_UTIME, _STIME, _CUTIME, _CSTIME))
                 threads = list(Path(f"/proc/{pid}/task").iterdir())
                 for thread in threads:
-                    waiting += [int(child) for child in _read_or_nothing(thread / "children").split()]
-                if self._limit_bytes is not None and (process := _find_memory(threads)):
+                    waiting += [(int(child), forks + 1) for child in _read_or_nothing(thread / "children").split()]
+                if self._limit_bytes is not None and (process := _find_memory(threads, forks)):
                     processes.append(process)
         return Usage(count, self._memory_bytes(processes), ticks / _TICKS_A_SECOND)
 
@@ -153,7 +162,8 @@ class Watchdog:
         due = grown > self._limit_bytes or time.monotonic() >= self._rest_until
         if due and self._measurement is None:
             with suppress(OSError):  # the user has no process left; tried again at the next look
-                self._measurement = _Measurement(processes, most)
+                enough = self._limit_bytes + self._preloaded_bytes
+                self._measurement = _Measurement(processes, most, enough)
         return self._last_bytes
 
     def _take_result(self) -> None:
@@ -178,25 +188,35 @@ def preloaded_bytes() -> int:
     return process.get(b"RssAnon", 0) + process.get(b"RssShmem", 0)
 
 
-def _find_memory(threads: list[Path]) -> _Process | None:
-    """Return the process of some threads. Threads that have ended, even the first, have no memory; None if all have."""
+def _find_memory(threads: list[Path], forks: int) -> _Process | None:
+    """Return the process of some threads, `forks` forks below the first process of the call.
+
+    Threads that have ended, even the first, have no memory; None if all have.
+    """
+    mapping_bytes = _MAPPING_BYTES + forks * _FORKED_MAPPING_BYTES
     for thread in threads:
         if status := _status(thread):
             pages = status.pop(b"VmSize") // _PAGE
-            most = sum(status.values()) + min(pages, _MOST_MAPPINGS) * _MAPPING_BYTES
-            return _Process(thread, status.get(b"VmPTE", 0), most)
+            most = sum(status.values()) + min(pages, _MOST_MAPPINGS) * mapping_bytes
+            return _Process(thread, status.get(b"VmPTE", 0), mapping_bytes, most)
     return None
 
 
-def _exact_bytes(process: _Process) -> int:
+def _page_bytes(process: _Process) -> int:
     try:
-        pages = sum(int(size) for size in _ROLLUP.findall((process.folder / "smaps_rollup").read_bytes())) * 1024
-        mappings = (process.folder / "maps").read_bytes().count(b"\n")
-        return pages + process.page_tables_bytes + mappings * _MAPPING_BYTES
+        return sum(int(size) for size in _ROLLUP.findall((process.folder / "smaps_rollup").read_bytes())) * 1024
     except PermissionError:  # it executes a program that may not be read
         return process.most_bytes
     except OSError:  # it has ended meanwhile
         return 0
+
+
+def _kernel_bytes(process: _Process) -> int:
+    """Return the memory of the kernel for page tables and mappings; 0 if it has ended, or may not be read."""
+    with suppress(OSError):
+        mappings = (process.folder / "maps").read_bytes().count(b"\n")
+        return process.page_tables_bytes + mappings * process.mapping_bytes
+    return 0
 
 
 def _status(folder: Path) -> dict[bytes, int]:

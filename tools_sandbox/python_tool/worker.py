@@ -14,6 +14,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from tools_sandbox.python_tool import fork_hooks
@@ -111,12 +112,13 @@ def _run_worker(isolation: Isolation, limits: WorkerLimits, uid: int, ends: Ends
         bound_memory(limits, preloaded_bytes + state_bytes)
         if not request.state_mib:
             os.close(_STATE_DESCRIPTOR)
+        folder = Path.cwd()
         code = _run(request.code, state, limits, main)
         # A full pipe or a closed stdout is the code's own doing, so errors here are its result.
         sys.stdout.flush()
         sys.stderr.flush()
         if request.state_mib and os.getpid() == worker:  # a process that the code has forked may also get here
-            save_state(vars(main), _STATE_DESCRIPTOR, request.state_mib)
+            save_state(vars(main), folder, _STATE_DESCRIPTOR, request.state_mib)
             sys.stdout.flush()
     finally:
         os._exit(code)

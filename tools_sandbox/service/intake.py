@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
+from contextlib import suppress
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,10 +66,22 @@ class Intake:
                 _check_length(headers)
                 return await self._pass_on_with_body(scope, receive, send)
         except _Refused as error:
-            # The server discards the rest of the body. If it closed the connection instead, a caller that is still
-            # sending would see that and not the reason.
-            return await JSONResponse({"detail": str(error)}, error.status, error.headers)(scope, receive, send)
+            return await self._refuse(error, receive, send)
         return await self._app(scope, receive, send)
+
+    async def _refuse(self, error: _Refused, receive: Receive, send: Send) -> None:
+        """Answer, then discard the rest of the body for a while, and close the connection.
+
+        If it were closed at once, a caller that is still sending would see that and not the reason.
+        """
+        response = JSONResponse({"detail": str(error)}, error.status, {**(error.headers or {}), "Connection": "close"})
+        await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._body_s):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _check_token(self, path: str, headers: dict[bytes, bytes]) -> None:
         actual = headers.get(b"authorization", b"")
@@ -103,7 +116,7 @@ class Intake:
                         raise _Refused(429, "the waiting calls are too large together", {"Retry-After": "1"})
         except TimeoutError as error:
             reason = f"the body did not arrive within {self._body_s:g} s"
-            raise _Refused(408, reason, {"Connection": "close"}) from error
+            raise _Refused(408, reason) from error
 
 
 def _check_length(headers: dict[bytes, bytes]) -> None:

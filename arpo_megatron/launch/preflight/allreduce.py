@@ -97,7 +97,9 @@ def check_local_all_reduce(gpus: int, port: int, listening: set[str]) -> CheckRe
         outputs = [rank.communicate(timeout=max(0.0, deadline - time.monotonic()))[0] for rank in ranks]
     except subprocess.TimeoutExpired:
         return failure(
-            "network", f"{count} ranks on this machine did not meet", "check the loopback interface and the GPUs"
+            "network",
+            f"{count} ranks on this machine did not meet within {_START_S + MEETING_S:g} s",
+            "check the loopback interface and the GPUs, or try again when the machine is less busy",
         )
     finally:
         for rank in ranks:
