@@ -133,6 +133,16 @@ def test_body_has_a_deadline() -> None:
     assert asyncio.run(asyncio.wait_for(run(), 60)) == 408
 
 
+def test_body_of_a_stranger_is_discarded_until_a_deadline() -> None:
+    async def run() -> int:
+        caller = Caller(Intake(answer_when_released, TOKEN, body_s=0.05))
+        caller.send(10, more=True)  # the rest does not arrive
+        await caller.done
+        return caller.status
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 401
+
+
 @pytest.mark.parametrize(("limits", "other"), [({"max_peer_bytes": 100}, 200), ({"max_bytes": 100}, 429)])
 def test_unanswered_bodies_are_bounded(limits: dict[str, int], other: int) -> None:
     async def run() -> list[int]:
