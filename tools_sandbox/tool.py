@@ -21,8 +21,14 @@ _THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "tool")
 """Threads of `in_thread` only: other blocking work of the process, such as name resolution, cannot exhaust them."""
 
 
+_HTTP_CLIENTS = {"aiohttp", "httpx", "httpcore"}
+"""Packages whose errors are failures of a network, though not all are an OSError (those of requests are)."""
+
+
 class ToolBroken(RuntimeError):  # noqa: N818 - a state
     """A service, the network or a provider failed; the call is not the cause. The failure is never cached.
+
+    A tool raises it. Any other exception of a tool's code counts as one (`as_broken`).
 
     failure: see `answers.Failure`. blocked: why, for the operator; the answer of a blocked call has it.
     """
@@ -33,11 +39,9 @@ class ToolBroken(RuntimeError):  # noqa: N818 - a state
         self.blocked = blocked
 
 
-def broken_result(tool: str, error: ToolBroken | None = None) -> ToolResult:
-    """Return the result of a call that failed. None: the tool's code has raised an error."""
+def broken_result(tool: str, error: ToolBroken) -> ToolResult:
+    """Return the result of a call that failed."""
     text = f"The {tool} tool failed; this is not the fault of the call."
-    if error is None:
-        return ToolResult("error", text)
     if error.blocked:
         text = f"The {tool} tool is blocked: {error.blocked}."
     return ToolResult("error", text, failure=error.failure)
@@ -83,6 +87,9 @@ class Tool:
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
         """Execute one call. Return a failure that the model should read as an "error"; do not raise it.
 
+        Raise ToolBroken if a service, the network or a provider has failed: the trainer repeats the call, then drops
+        the branch.
+
         arguments: an instance of the pydantic model, or a mapping if `arguments` is a JSON schema.
         timeout_s: wall-clock seconds until the call is cancelled. Run blocking work through `in_thread`.
         """
@@ -91,6 +98,20 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the arguments."""
         return dict(self.arguments) if isinstance(self.arguments, Mapping) else self.arguments.model_json_schema()
+
+
+def as_broken(tool: Tool, error: Exception) -> ToolBroken:
+    """Return the failure of a call whose tool raised an error.
+
+    Errors of the operating system and of HTTP clients are temporary if the call may run again. Others are mistakes in
+    the tool's code, which a repetition would meet again.
+    """
+    if isinstance(error, ToolBroken):
+        return error
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    outside = isinstance(error, OSError) or not packages.isdisjoint(_HTTP_CLIENTS)
+    failure: Failure = "temporary" if outside and tool.repeatable else "lasting"
+    return ToolBroken(f"{type(error).__name__}: {error}", failure=failure)
 
 
 async def in_thread(work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
@@ -136,7 +157,9 @@ def _check_against_schema(tool: Tool, schema: Mapping[str, Any], arguments: Mapp
             for problem in validator.iter_errors(dict(arguments))
         ]
     except Exception as error:  # an unresolvable or circular reference, an invalid pattern
-        raise ToolBroken(f"{tool.name}: its schema cannot be applied: {type(error).__name__}: {error}") from error
+        raise ToolBroken(
+            f"{tool.name}: its schema cannot be applied: {type(error).__name__}: {error}", failure="lasting"
+        ) from error
     return _bad_arguments(tool, "; ".join(problems), list(schema.get("properties", {}))) if problems else arguments
 
 

@@ -16,14 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import aiohttp
+import httpx
 import pytest
 import requests
 
 from tests.tools_sandbox.helpers.services import running, wait_until, wait_until_gone
+from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import build_tools
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
+from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.workers import pool as worker_pool
+from tools_sandbox.workers import worker
 
 StartService = Callable[..., Any]
 ROOT, HELPERS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent / "helpers"
@@ -102,7 +107,7 @@ def test_tool_that_kills_its_worker_fails_only_itself(troubled: Troubled) -> Non
             wait_until(lambda: alive(troubled.service) == 2)  # a search survives the loss of one worker at a time
             answer = client.call(name, {})
             assert (answer.status, "not the fault" in answer.text) == ("error", True)
-            assert "inner matter" not in answer.text
+            assert (answer.failure, "inner matter" in answer.text) == ("lasting", False)
         searches.result()
         search_facts(client, range(100, 120))
     wait_until(lambda: alive(troubled.service) == 2)
@@ -120,6 +125,37 @@ def test_call_next_to_killer_is_repeated(troubled: Troubled) -> None:
         troubled.until.touch()
         assert other.result().text == "slept 0.0"
     assert len(troubled.ran.read_text().split()) == 2
+
+
+class Disconnected(Tool):
+    """A tool whose code raises an error."""
+
+    name, description = "disconnected", "for tests"
+
+    def __init__(self, error: Exception, *, repeatable: bool = True) -> None:
+        self.arguments: Any = {}
+        self._error, self.repeatable = error, repeatable
+
+    async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "repeatable", "failure"),
+    [
+        (ConnectionRefusedError("refused"), True, "temporary"),
+        (ConnectionRefusedError("refused"), False, "lasting"),
+        (TimeoutError(), True, "temporary"),
+        (requests.ConnectTimeout("silent"), True, "temporary"),
+        (aiohttp.ServerDisconnectedError(), True, "temporary"),
+        (httpx.ConnectError("refused"), True, "temporary"),
+        (KeyError("a mistake in the tool"), True, "lasting"),
+        (ToolBroken("no account", blocked="no account"), True, "blocked"),
+    ],
+)
+def test_error_in_code_of_tool_is_no_result_of_the_call(error: Exception, repeatable: bool, failure: str) -> None:
+    result = asyncio.run(worker.run_tool(Disconnected(error, repeatable=repeatable), {}, 1.0))
+    assert (result.status, result.failure) == ("error", failure)
 
 
 @pytest.mark.parametrize("name", ["hold", "stuck"])

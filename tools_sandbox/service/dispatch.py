@@ -25,7 +25,7 @@ from tools_sandbox.service.deduplication import RequestDeduplicator, WorkCancell
 from tools_sandbox.service.descriptors import Budget
 from tools_sandbox.service.metrics import Metrics
 from tools_sandbox.service.scheduling import FairQueue, QueueFull
-from tools_sandbox.tool import Tool, ToolBroken, broken_result, check_arguments
+from tools_sandbox.tool import Tool, ToolBroken, as_broken, broken_result, check_arguments
 from tools_sandbox.utils.temporary import TemporaryFolder
 from tools_sandbox.workers.pool import WorkerPool
 
@@ -171,7 +171,7 @@ class ToolService:
             checked = check_arguments(tool, call.arguments)
         except ToolBroken as error:
             log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
-            return ToolAnswer(broken_result(tool.name).text, "error", 0.0, False)
+            return ToolAnswer(broken_result(tool.name, error).text, "error", 0.0, False, error.failure)
         if isinstance(checked, str):
             return ToolAnswer(checked, "error", 0.0, False)
         if not tool.cacheable:
@@ -229,9 +229,9 @@ class ToolService:
         except (SandboxBroken, ToolBroken) as error:
             log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
             return broken_result(tool.name, error if isinstance(error, ToolBroken) else ToolBroken(str(error)))
-        except Exception:
+        except Exception as error:
             log.exception("tool failed", extra={"tool": tool.name})
-        return broken_result(tool.name)
+            return broken_result(tool.name, as_broken(tool, error))
 
     def _no_answer(self, reason: str, message: str, tool: Tool | None = None) -> NoAnswer:
         self.metrics.refusals.labels(reason).inc()

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, SandboxConfig
-from tools_sandbox.tool import Tool, ToolBroken, broken_result
+from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.utils import frames
 from tools_sandbox.workers.published import PublishedTool
 
@@ -87,8 +87,8 @@ class WorkerPool:
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, *, repeatable: bool) -> ToolResult:
         """Run a call on the least busy worker. If it dies and the tool is `repeatable`, run the call once more.
 
-        A call that loses two workers gets an error. Raises ToolBroken if the worker of a tool dies that may not
-        run twice. If the awaiting task is cancelled, so is the call.
+        Raises ToolBroken if that one dies, too, or if the call may not run twice. If the awaiting task is cancelled,
+        so is the call.
         """
         deadline, tries = time.monotonic() + timeout_s, 2 if repeatable else 1
         while tries:
@@ -104,10 +104,8 @@ class WorkerPool:
             if result is None:
                 raise ToolBroken(f"{tool}: its worker cancelled the call")
             return result
-        if not repeatable:
-            raise ToolBroken(f"{tool}: its worker died", failure="lasting")
-        log.error("a call has lost two workers", extra={"tool": tool})
-        return broken_result(tool)  # most likely the call is the cause: an error that the model reads
+        workers = "both of its workers" if repeatable else "its worker"
+        raise ToolBroken(f"{tool}: {workers} died", failure="lasting")
 
     async def _least_busy(self) -> _Worker:
         async with self._changed:

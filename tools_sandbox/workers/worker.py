@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import worker_tools
 from tools_sandbox.config import ConfigError, SandboxConfig
-from tools_sandbox.tool import Tool, ToolBroken, broken_result, check_arguments
+from tools_sandbox.tool import Tool, ToolBroken, as_broken, broken_result, check_arguments
 from tools_sandbox.utils import frames, logs
 from tools_sandbox.workers.published import describe
 
@@ -32,8 +32,8 @@ _STOP_S = 8.0
 """Seconds for all tools to stop. An MCP server needs up to four."""
 
 
-async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
-    """Return the result; a tool that is broken has one, too."""
+async def run_tool(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
+    """Return the result; a tool that is broken or raises an error has one, too."""
     checked = check_arguments(tool, arguments)
     assert not isinstance(checked, str), checked  # the service has checked them already
     try:
@@ -41,9 +41,9 @@ async def _answer(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> To
     except ToolBroken as error:
         log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
         return broken_result(tool.name, error)
-    except Exception:
+    except Exception as error:
         log.exception("tool failed", extra={"tool": tool.name})
-    return broken_result(tool.name)
+        return broken_result(tool.name, as_broken(tool, error))
 
 
 async def _serve(control: socket.socket) -> None:
@@ -68,7 +68,7 @@ async def _serve(control: socket.socket) -> None:
     async def call(message: dict[str, Any]) -> None:
         number = message["id"]
         try:
-            result = await _answer(tools[message["tool"]], message["arguments"], message["timeout_s"])
+            result = await run_tool(tools[message["tool"]], message["arguments"], message["timeout_s"])
             writer.write(frames.encode({"id": number, "result": result}))
         except asyncio.CancelledError:
             writer.write(frames.encode({"id": number, "result": None}))
