@@ -2,8 +2,11 @@
 
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from arpo_megatron.algorithms.branching import initial_trajectories
@@ -14,6 +17,7 @@ from arpo_megatron.plan.workload import mix
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, check_params, load, make, names
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.base import Response, ResponseGroup
+from arpo_megatron.rewards.function import as_reward
 from arpo_megatron.tasks.base import Task
 
 MODULE = """
@@ -131,6 +135,9 @@ def score(question, answer, trajectory):
 def two(question, answer):
     return 1.0
 
+async def later(question, answer, trajectory):
+    return 1.0
+
 @dataclass(frozen=True)
 class Half:
     half_of: float = 1.0
@@ -145,7 +152,10 @@ def test_function_of_a_file_is_a_reward(tmp_path: Path, monkeypatch: pytest.Monk
     question = Task("t", ({"role": "user", "content": "q"},), "2", "math", "q")
     (score,) = reward.score_group(ResponseGroup(question, [Response("abc")]))
     assert (score.reward, score.accuracy, score.format_ok) == (1.5, 1.0, True)
-    for answer, message in (("nan", "returned nan for t"), ("3", "failed for t: ZeroDivisionError")):
+    for answer, message in (
+        ("nan", "returned nan for t"),
+        ("3", r"failed for t: ZeroDivisionError.* \(.*mine\.py, line 5\)"),
+    ):
         with pytest.raises(UserError, match=message):
             reward.score_group(ResponseGroup(replace(question, ground_truth=answer), [Response("abc")]))
     assert make(ExtensionPoint.REWARD, f"{path}:Half", {"half_of": 2.0}).half_of == 2.0
@@ -154,11 +164,20 @@ def test_function_of_a_file_is_a_reward(tmp_path: Path, monkeypatch: pytest.Monk
     assert job.reward.kind == f"{path}:score"
 
 
+@pytest.mark.parametrize("value", [True, np.True_, np.float32(1), np.int64(1), Fraction(1)])
+def test_every_kind_of_number_is_a_reward(value: Any) -> None:
+    reward = as_reward(lambda question, answer, trajectory: value, "mine")
+    question = Task("t", ({"role": "user", "content": "q"},), "2", "math", "q")
+    (score,) = reward.score_group(ResponseGroup(question, [Response("abc")]))
+    assert (score.reward, score.accuracy, type(score.reward)) == (1.0, 1.0, float)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("{}:skore", "has no 'skore'; did you mean score?"),
         ("{}:two", r"has the arguments \(question, answer\), not \(question, answer, trajectory\)"),
+        ("{}:later", "is an `async def`: write `def`"),
         ("{}.py:score", "no such file"),
         ("mine.py", "also name what the file defines, like mine.py:NAME"),
         ("broken.py:score", "line 2: SyntaxError: [^(]*$"),

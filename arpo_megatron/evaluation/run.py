@@ -321,13 +321,20 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
 
 
 def _check_searchable(sets: Sequence[TestSet], config: JobConfig, target: EvalTarget, tools: Tools) -> None:
-    """Raise UserError if a benchmark needs search and the tool service has nothing to search."""
+    """Raise UserError if a benchmark needs search and the model has no search tool, or one with nothing to search."""
     from arpo_megatron.jobs.inputs import JobData, write_tool_files
 
     names = [each.benchmark.name for each in sets if each.benchmark.needs_search]
-    searches = tools is not Tools.NONE and not target.is_oracle and "search" in tool_names(config.rollout.tools)
     own_facts = target.kind is TargetKind.RUN and config.data.is_generated
-    if not names or not searches or own_facts:
+    if not names or tools is Tools.NONE or target.is_oracle:
+        return
+    offered = tool_names(config.rollout.tools)
+    if set(offered) <= {"python", "browse"}:
+        raise UserError(
+            f"{', '.join(names)} needs the search tool: set rollout.tools=[{', '.join(('search', *offered))}], or "
+            "evaluate with --tools none"
+        )
+    if own_facts or "search" not in offered:  # another tool may search
         return
     with tempfile.TemporaryDirectory(prefix="arpo-eval-check-") as folder:
         write_tool_files(config, RunDirectory(Path(folder)), JobData((), ()))

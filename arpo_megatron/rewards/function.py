@@ -2,9 +2,13 @@
 
 import inspect
 import math
+import numbers
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.rewards.base import Response, ResponseGroup, Reward, Score
@@ -31,16 +35,17 @@ class FunctionReward:
         try:
             value = self.function(user_question(group.task), group.task.ground_truth, response)
         except Exception as error:  # the function is the user's: anything can go wrong in it
-            raise UserError(f"reward.kind={self.name} failed for {group.task.id}: {error!r}") from error
+            where = _place(error, inspect.unwrap(self.function).__code__.co_filename)
+            raise UserError(f"reward.kind={self.name} failed for {group.task.id}: {error!r}{where}") from error
         if isinstance(value, Score):
             return value
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
             raise UserError(f"reward.kind={self.name} returned {value!r} for {group.task.id}: it must return a number")
         return Score(float(value), min(1.0, max(0.0, float(value))), format_ok=True)
 
 
 def as_reward(component: Any, name: str) -> Reward:
-    """Return a reward, or the reward of a function. Raises UserError if its arguments are others than three."""
+    """Return a reward, or the reward of a function. Raises UserError if it is async or takes other arguments."""
     if not inspect.isfunction(component):
         reward: Reward = component
         return reward
@@ -50,4 +55,12 @@ def as_reward(component: Any, name: str) -> Reward:
         raise UserError(
             f"reward.kind={name} has the arguments {inspect.signature(component)}, not (question, answer, trajectory)"
         ) from None
+    if inspect.iscoroutinefunction(component):
+        raise UserError(f"reward.kind={name} is an `async def`: write `def`, and wait for results inside of it")
     return FunctionReward(component, name)
+
+
+def _place(error: Exception, file: str) -> str:
+    """Return file and line of the user's code that raised the error, "" if the function itself raised nothing."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({file}, line {lines[-1]})" if lines else ""

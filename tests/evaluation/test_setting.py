@@ -74,6 +74,11 @@ def test_benchmark_of_facts_is_refused_without_search(files: Path, tmp_path: Pat
             evaluate(request(server, files, tmp_path / "out", tools=Tools.PROMPT, **asked))
         with pytest.raises(UserError, match=r"hotpotqa: the search tool has nothing to search"):
             describe(request(server, files, tmp_path / "out", tools=Tools.PROMPT, **asked))  # --dry-run
+        without = ("rollout.tools=[python]", *PLAIN)
+        with pytest.raises(
+            UserError, match=r"hotpotqa needs the search tool: set rollout.tools=\[search, python\], or"
+        ):
+            describe(request(server, files, tmp_path / "out", tools=Tools.PROMPT, overrides=without, **asked))
         assert not server.asked()
         assert evaluate(request(server, files, tmp_path / "none", tools=Tools.NONE, **asked))["accuracy"] == 1.0
 

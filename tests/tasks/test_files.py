@@ -219,6 +219,19 @@ def test_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert "no column reward_model.ground_truth or answer" in read.bad_rows[1].reason
 
 
+def test_missing_nested_column_is_named(tmp_path: Path) -> None:
+    rows = [
+        {"task": {"text": "q"}, "answer": "1"},
+        {"task": None, "answer": "1"},
+        {"task": {"tex": "q"}, "answer": "1"},
+    ]
+    path = write_lines(tmp_path / "nested.jsonl", rows)
+    read = read_tasks(DataConfig(kind="files", path=path, columns={"question": "task.tex"}))
+    assert len(read.tasks) == 1
+    assert read.bad_rows[0].reason.startswith("no column task.tex; it has: task, answer; set data.columns.question=")
+    assert read.bad_rows[1].reason == "the question is neither text nor a list of messages"
+
+
 def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "half.jsonl"
     path.write_text(json.dumps(PLAIN[0]) + '\n{"question": "\\ud800", "answer": "1"}\n')

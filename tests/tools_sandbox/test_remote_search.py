@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from aiohttp import web
@@ -51,6 +51,8 @@ class FakeEngine:
             "/dense": {"result": [[{"document": {"title": "Solaris", "contents": "by Lem"}, "score": 1.0}]]},
             "/nothing": {"searchParameters": {}},
             "/odd": ["what?"],
+            "/partly": {"results": ["x", None, {"content": "Lem wrote it"}], "result": [["x", {}, {"text": "by Lem"}]]},
+            "/unread": {"results": ["x"], "result": [[{"document": None}]]},
         }
         return web.json_response(hits[request.path])
 
@@ -177,6 +179,19 @@ def test_empty_answer_differs_from_malformed_answer(engine: FakeEngine) -> None:
     assert search("nothing") == ToolResult("ok", "No results found.", negative=True)
     with pytest.raises(ToolBroken, match="another format"):
         search("odd")
+
+
+def test_malformed_hit_is_skipped_unless_all_are(engine: FakeEngine) -> None:
+    def search(path: str, kind: Literal["web", "dense"]) -> ToolResult:
+        web_config = WebConfig("searxng", url=f"{engine.url}/{path}", retries=0)
+        dense_config = DenseConfig(f"{engine.url}/{path}", retries=0)
+        return search_in_process(SearchConfig(engine=kind, web=web_config, dense=dense_config), "x", k=1)
+
+    assert search("partly", "web").text == "Page 1: Lem wrote it"
+    assert search("partly", "dense").text == "Page 1: by Lem"
+    for kind in ("web", "dense"):
+        with pytest.raises(ToolBroken, match="another format"):
+            search("unread", kind)
 
 
 def test_cap_of_requests_holds_over_restarts_and_cached_answers_are_free(

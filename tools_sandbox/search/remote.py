@@ -41,14 +41,23 @@ class DenseEngine:
             self._session, "POST", config.url, timeout_s=config.timeout_s, retries=config.retries, json=body
         )
         try:
-            return [_passage(hit) for hit in answer["result"][0][:k]]
+            found = answer["result"][0]
+            passages = [passage for hit in found if (passage := _passage(hit)) is not None]
+            if found and not passages:
+                raise TypeError("no hit has a text")
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{config.url} answered in another format: {str(answer)[:200]}") from error
+        return passages[:k]
 
 
-def _passage(hit: dict[str, Any]) -> str:
-    document = hit.get("document", hit)
-    text = document["contents"] if "contents" in document else document["text"]
+def _passage(hit: Any) -> str | None:
+    """Return the text of a hit; None if it has another format."""
+    document = hit.get("document", hit) if isinstance(hit, dict) else None
+    if not isinstance(document, dict):
+        return None
+    text = document.get("contents", document.get("text"))
+    if text is None:
+        return None
     title = document.get("title")
     return f"{title}: {text}" if title else str(text)
 
@@ -171,7 +180,10 @@ class WebEngine:
             for name in self._provider.hits:
                 answer = answer.get(name, {})  # a provider that found nothing omits the list
             text, address = self._provider.text, self._provider.address
-            found = [hit for hit in answer or [] if hit.get(text)][:k]
+            hits = [hit for hit in answer or [] if isinstance(hit, dict)]
+            if answer and not hits:
+                raise TypeError("no hit is an object")
+            found = [hit for hit in hits if hit.get(text)][:k]
             return [WebHit(str(hit[text]), str(hit.get("title") or ""), str(hit.get(address) or "")) for hit in found]
         except (AttributeError, KeyError, TypeError) as error:
             raise RequestFailed(f"{self._url} answered in another format") from error

@@ -45,7 +45,7 @@ class Columns:
             if (value := _get(row, column)) is not None:
                 return value
         if any(_has(row, column) for column in tried):
-            return None
+            return None  # the column exists, and is empty here
         raise BadRowError(
             f"no column {' or '.join(tried)}; it has: {', '.join(map(str, row))}; set data.columns.{name}=COLUMN"
         )
@@ -66,8 +66,15 @@ def _get(row: Any, column: str) -> Any:
     return row
 
 
-def _has(row: Mapping[str, Any], column: str) -> bool:
-    return column.partition(".")[0] in row
+def _has(row: Any, column: str) -> bool:
+    """Return whether the row has the column. Below a null, every column may exist."""
+    for part in column.split("."):
+        if row is None:
+            return True
+        if not isinstance(row, dict) or part not in row:
+            return False
+        row = row[part]
+    return True
 
 
 def _messages(prompt: Any) -> tuple[Message, ...]:
