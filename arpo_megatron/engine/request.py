@@ -67,8 +67,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    """Used if the engine samples deterministically (`engine.deterministic`): equal prompts with equal seeds get equal
-    continuations there."""
+    """Used only if the engine samples deterministically (`engine.deterministic`, on a GPU): there, equal prompts
+    with equal seeds get equal continuations."""
     top_k: int = 0
     """0: no limit."""
     repetition_penalty: float = 1.0

@@ -96,7 +96,8 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
     if run.config.is_file():
         served = Path(model) if model is not None else run.export
         if not (served / "config.json").is_file():
-            raise UserError(f"{served} is not a Hugging Face model; name one with --model")
+            more = f": the run has no export yet; name what `arpo export {text}` writes" if model is None else ""
+            raise UserError(f"{served} is not a Hugging Face model{more}")
         return EvalTarget(TargetKind.RUN, path.name if model is None else str(model), run=run, model=served)
     if (path / "config.json").is_file():
         if model is not None:

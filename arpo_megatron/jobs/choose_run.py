@@ -80,20 +80,23 @@ def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
     """Return the newest run directory of this config, whose `CHANGEABLE` values may differ.
 
     Raises:
-        UserError: there is none, or it was started with another config; the message has the first differing key.
+        UserError: there is none; the message has the first key that differs from the newest run of its name.
     """
-    path = config.run_dir or _newest(_default(config, base))
-    if path is None or not (path / "config.yaml").exists():
-        raise UserError(
-            f"nothing to resume at {path or _default(config, base)}: there is no run. Start one, or set "
-            "run_dir to an existing run"
-        )
-    run = RunDirectory(path)
-    if difference := _difference(fixed_part(resolve.load(run.config)), fixed_part(config)):
-        raise UserError(
-            f"{path} was started with another config: {difference}. Use the same overrides, or start a new run"
-        )
-    return run
+    place = config.run_dir or _default(config, base)
+    paths = [place] if config.run_dir else [path for _, path in reversed(_series(place))]
+    runs = [RunDirectory(path) for path in paths if (path / "config.yaml").exists()]
+    if not runs:
+        raise UserError(f"nothing to resume at {place}: there is no run. Start one, or set run_dir to an existing run")
+    differences = []
+    for run in runs:
+        difference = _difference(fixed_part(resolve.load(run.config)), fixed_part(config))
+        if not difference:
+            return run
+        differences.append(difference)
+    raise UserError(
+        f"{runs[0].path} was started with another config: {differences[0]}. Use the same overrides, name another run "
+        "with run_dir=, or start a new run"
+    )
 
 
 def _default(config: JobConfig, base: Path) -> Path:
@@ -112,11 +115,6 @@ def _series(base: Path) -> list[tuple[int, Path]]:
 def _next_free(base: Path) -> Path:
     series = _series(base)
     return base.with_name(f"{base.name}-{series[-1][0] + 1}") if series else base
-
-
-def _newest(base: Path) -> Path | None:
-    series = _series(base)
-    return series[-1][1] if series else None
 
 
 def fixed_part(config: JobConfig) -> resolve.Tree:

@@ -375,6 +375,8 @@ def _key_hint(path: Sequence[str]) -> str:
     section, _, name = ".".join(path).rpartition(".")
     every = {key: key.rpartition(".") for key in config_keys(JobConfig)}
     same = [own for owner, _, own in every.values() if owner == section]
+    if hint := did_you_mean(name, same, section and f"{section}.", cutoff=0.85):
+        return hint
     longer = [own for own in same if name in own.split("_")]
     if hint := did_you_mean(name, longer or same, section and f"{section}.", cutoff=0.0 if longer else 0.7):
         return hint

@@ -169,8 +169,8 @@ def application(served: Served) -> Starlette:
             place = f"{'.'.join(map(str, fault['loc']))}: " if fault["loc"] else ""
             return _error(400, place + fault["msg"].removeprefix("Value error, "))
         answers = wanted.n if isinstance(wanted, ContinuationRequest) else 1
-        if served.running >= served.concurrency:
-            return _error(429, f"{served.concurrency} answers are in progress; try again")
+        if (refusal := _without_room(served, answers)) is not None:
+            return refusal
         served.running += answers
         request.scope[_ANSWERS] = answers
         served.counts["requests"] += 1
@@ -217,6 +217,15 @@ class _Guard:
             await answer(scope, receive, send)
         finally:
             self.served.running -= scope.get(_ANSWERS, 0)
+
+
+def _without_room(served: Served, answers: int) -> Response | None:
+    """Return the refusal of a request for more answers than may run at a time; None if there is room."""
+    if answers > served.concurrency:
+        return _error(400, f"n: {answers} is more than --concurrency {served.concurrency}")
+    if served.running + answers > served.concurrency:
+        return _error(429, f"{served.running} of {served.concurrency} answers are in progress; try again")
+    return None
 
 
 async def _answer(served: Served, wanted: ChatRequest) -> Response:

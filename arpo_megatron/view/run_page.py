@@ -65,7 +65,7 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         "sft": columns(cache.get(run.path / "sft_metrics.jsonl", read_rows)),
         "evaluations": [_evaluation(row) for row in files.held_out],
         "held_out_changes": _changes(files.held_out),
-        "restarts": _restarts(files.events),
+        "restarts": _restarts(files.events, steps),
         "events": [_shown(event) for event in files.events if _is_shown(event)][-_EVENTS_SHOWN:],
         "advice": [each.to_dict() for each in advice(files.metrics, files.held_out, newest, files.config)],
         "config": files.config,
@@ -186,14 +186,17 @@ def _text(event: Row) -> str:
             return str(event.get("text", ""))
 
 
-def _restarts(events: Sequence[Row]) -> list[Row]:
-    """Return restarts of services and of the job, each with the steps that were finished before it."""
+def _restarts(events: Sequence[Row], steps: int) -> list[Row]:
+    """Return restarts of services and of the job until step `steps`, each with the steps finished before it."""
     found, step = [], 0
     for event in events:
         if event["kind"] == "step":
             step = int(event["step"])
         resumed = event["kind"] == "note" and str(event.get("text", "")).startswith("resumed from ")
-        if event["kind"] == "restart" or resumed:
+        if step >= steps > 0:  # the services of `arpo serve` restart, too
+            continue
+        died = event["kind"] == "restart" and not str(event.get("text", "")).endswith(" is up again")
+        if died or resumed:
             service = "job" if resumed else str(event.get("service"))
             found.append({"time": event["time"], "step": step, "service": service, "text": _text(event)})
     return found

@@ -36,6 +36,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["algorithm.lr=0.3"], "did you mean optimizer.lr?"),
         (["lr=0.3"], "did you mean optimizer.lr?"),
         (["trian.steps=3"], "did you mean train?"),
+        (["train.step=3"], "did you mean train.steps?"),
         (["zzz=1"], "keys: name, seed"),
         (["algorithm.group_size=many"], "algorithm.group_size: input should be a valid integer"),
         (["optimizer.lr=-1"], "greater than 0, not -1"),

@@ -87,3 +87,9 @@ def test_directory_of_the_authors_repository_is_a_source(tmp_path: Path) -> None
     (tmp_path / "2wiki").mkdir()
     write_lines(tmp_path / "2wiki" / "test.jsonl", [{"question": "q", "answer": ["a"]}])
     assert find(BENCHMARKS["2wiki"], tmp_path) == tmp_path / "2wiki" / "test.jsonl"
+
+
+def test_run_without_an_export_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=f"the run has no export yet; name what `arpo export {tmp_path}` writes"):
+        parse_target(str(tmp_path), None)

@@ -44,6 +44,14 @@ def test_resume_with_another_config_reports_the_differing_key() -> None:
         choose_run.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"]))
 
 
+def test_resume_takes_the_newest_run_of_the_same_config() -> None:
+    wide = resolve.resolve("quickstart", overrides=["algorithm.beam_size=3"])
+    runs = [choose_run.fresh(config) for config in (wide, resolve.resolve("quickstart"))]
+    assert choose_run.existing(wide) == runs[0]
+    with pytest.raises(UserError, match="name another run with run_dir="):
+        choose_run.existing(resolve.resolve("quickstart", overrides=["algorithm.beam_size=4"]))
+
+
 def test_run_can_be_resumed_for_more_steps() -> None:
     run = choose_run.fresh(resolve.resolve("quickstart"))
     longer = resolve.resolve("quickstart", overrides=["train.steps=99", "engine.max_running_requests=3"])

@@ -252,8 +252,14 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
     body["calls"] *= 3
     last = httpx.post(f"{address}/v1/continuations", json=body, headers=headers, timeout=60).json()["continuations"]
     assert [[segment["finish"] for segment in one["segments"]] for one in last] == [["call_limit"]] * 2
-    refused = httpx.post(f"{address}/v1/continuations", json=body | {"n": 17}, headers=headers, timeout=60)
-    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("n: ")
+    for given, place in (
+        ({"n": 17}, "n: "),
+        ({"n": 5}, "n: 5 is more than --concurrency 4"),
+        ({"token_ids": [CODEC.vocabulary_size]}, "token_ids: "),
+        ({"token_ids": [-1]}, "token_ids: "),
+    ):
+        refused = httpx.post(f"{address}/v1/continuations", json=body | given, headers=headers, timeout=60)
+        assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(place)
 
 
 def test_second_turn_has_the_results_of_the_first(scripted_engine: Start, sandbox_url: str) -> None:

@@ -120,6 +120,9 @@ def write_step(run: RunDirectory, metrics: MetricsLog, events: EventLog, step: i
     events.emit("step", steps=STEPS, **row)
     if step == 2:
         events.emit("restart", service="engine", number=1, text=f"engine died {HOSTILE}")
+        events.emit("restart", service="engine", number=1, text="engine is up again")
+    if step == STEPS:  # of `arpo serve`
+        events.emit("restart", service="engine", number=1, text="engine died")
     if step in (1, STEPS):
         tasks = [Task(f"held-{number}", (), "4", "math", "What?") for number in range(3)]
         alone = [_one_path(task.id, right=number < step) for number, task in enumerate(tasks)]

@@ -22,6 +22,8 @@ _LONGEST_TOKENS = 16
 class TextCodec(Protocol):
     """Converts text to token ids without adding special tokens, and back with special tokens kept."""
 
+    vocabulary_size: int
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_plain(self, text: str) -> list[int]:
