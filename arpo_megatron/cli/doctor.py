@@ -10,9 +10,11 @@ from arpo_megatron.jobs import choose_run
 from arpo_megatron.jobs.inputs import check_files, check_inputs
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import check_local_all_reduce
-from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show
+from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show, warning
 from arpo_megatron.launch.preflight.exposure import check_exposure
 from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
+from arpo_megatron.launch.tool_check import check_tools_of
+from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.ports import free_ports
 
 LOCAL_CHECK_S = 120.0
@@ -39,6 +41,8 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
     if config is not None:
         run = RunDirectory(choose_run.next_path(config, runs))
         checks += job_checks(config, run, profile.secrets if profile else {})
+        if profile is None:
+            checks.append(("tools", lambda: check_job_tools(config)))
         checks.append(("recipe", lambda: _check_recipe(config, profile)))
     return show(run_checks(checks, LOCAL_CHECK_S, len(checks) * LOCAL_CHECK_S))
 
@@ -50,6 +54,13 @@ def _wants_gpus(config: JobConfig | None) -> bool:
 
 def _check_ports() -> CheckResult:
     return ok("ports", f"{len(free_ports(PORTS))} free at 127.0.0.1")
+
+
+def check_job_tools(config: JobConfig) -> CheckResult:
+    """Start the tools of a job as the job would, and end them."""
+    notes = check_tools_of(config)
+    offered = config.rollout.environment or ", ".join(tool_names(config.rollout.tools))
+    return warning("tools", notes[0], "name the tools in rollout.tools") if notes else ok("tools", offered)
 
 
 def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckResult:

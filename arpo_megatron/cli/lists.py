@@ -99,7 +99,7 @@ def tools(
 ) -> None:
     """List the tools that the service can offer: name, arguments, what turns them on.
 
-    MCP tools are known only to a running service.
+    Of an MCP server only the name is listed.
     """
     from importlib import metadata
 
@@ -109,14 +109,18 @@ def tools(
 
     try:
         config = SandboxConfig() if file is None else load_config(file)
-        found = build_tools(config)
     except ConfigError as error:
         raise UserError(f"--file {error}") from None
+    try:
+        found = build_tools(config)
+    except ConfigError as error:
+        raise UserError(f"--file {file}: {error}") from None
     rows = [(tool.name, ", ".join(tool.schema().get("properties", ())), tool.description) for tool in found.values()]
     if SearchTool.name not in found:
         rows.append((SearchTool.name, "query, k", "(off: it needs search.sources, or data that brings its own)"))
     if "browse" not in found:
         rows.append(("browse", "url", "(off: browse.enabled)"))
+    rows += [("", "", f"(MCP server {name}: its tools are known when it runs)") for name in config.mcp]
     used = {plugin.name for plugin in config.plugins}
     rows += [
         (entry.name, "", f"(off: add it to plugins; from {entry.value})")

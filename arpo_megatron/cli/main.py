@@ -297,9 +297,11 @@ def _with_seed(overrides: Sequence[str] | None, seed: int | None) -> list[str]:
 def _print_plan(config: JobConfig) -> None:
     """Print the resolved config, then the processes and phases in their order."""
     from arpo_megatron.jobs.inputs import check_inputs
+    from arpo_megatron.launch.tool_check import check_tools_of
     from arpo_megatron.plan.report import layout
 
     check_inputs(config)
+    check_tools_of(config)
     print(yaml_text(dump_config(config)), end="")
     parallel, train = config.parallel, config.train
     print(f"# plan: a new run in {choose_run.next_path(config)}")

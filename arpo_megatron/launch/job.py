@@ -214,13 +214,25 @@ def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]
     searches = config.rollout.environment is None and config.rollout.tools is None  # named tools must be offered
     if searches and not run.searchable:
         notes.append("the search tool is off: there is nothing to search (data.search_cache=FILE.json)")
-    notes += [*data.notes, *check_tools(config, run), *environment_notes(config)]
+    notes += [*data.notes, *check_tools_of_run(config, run), *environment_notes(config)]
     if data.bad_rows:
         first = data.bad_rows[0]
         rows = f"{len(data.bad_rows)} bad row{'s' if len(data.bad_rows) > 1 else ''} skipped"
         listed = run.path / "bad_rows.jsonl"
         notes.append(f"{rows}, listed in {listed}; the first is row {first['row']}: {first['reason']}")
     return notes
+
+
+def check_tools_of_run(config: JobConfig, run: RunDirectory) -> list[str]:
+    """Return the notes of `check_tools`. Its message adds how to use the same `run_dir` again."""
+    try:
+        return check_tools(config, run)
+    except UserError as error:
+        if config.run_dir is None:
+            raise
+        raise UserError(
+            f"{error}. After the fix add --resume, or set another run_dir if an override changes"
+        ) from error
 
 
 def run_sft_phase(job: Job) -> None:

@@ -8,15 +8,18 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.prompts import needs_definitions, save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
+from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient
@@ -49,24 +52,42 @@ def check_isolation(config: JobConfig) -> list[str]:
     return [f"python calls are isolated at level {reached.level} only: {reached.warning} (docs/guides/security.md)"]
 
 
-def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
+def check_tools_of(config: JobConfig) -> list[str]:
+    """Check the tools of a job that has no run directory yet, as `check_tools` does. Nothing is left on the disk."""
+    data = config.data
+    facts = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out).facts if data.is_generated else {}
+    with tempfile.TemporaryDirectory(prefix="arpo-tool-check-") as folder:
+        run = RunDirectory(Path(folder))
+        write_tool_files(config, run, JobData((), (), facts))
+        return check_tools(config, run, names_log=False)
+
+
+def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True) -> list[str]:
     """Start the service of a job that has tools of its own, ask for its tools, and end it.
 
     Their definitions are written to the run directory, if the prompts contain them.
+
+    Args:
+        config: config of the job.
+        run: its directory, which has the service's config.
+        names_log: the log outlives the check, so that a message can name it.
 
     Returns:
         Notes for the user.
 
     Raises:
-        UserError: the service does not start, or lacks a tool that the job names.
+        UserError: the service does not start, or lacks a tool that the job names; or the interpreter of
+            rollout.environment=verifiers lacks that package.
     """
+    if config.rollout.environment == "verifiers":
+        _check_verifiers(str(config.rollout.environment_params["python"]))
     named = config.rollout.tools
     if needs_definitions(config) and named is None:
         save_definitions(run, DEFAULT_TOOLS)
     if named is None and config.sandbox.file is None:
         return []
     run.logs.mkdir(parents=True, exist_ok=True)
-    offered = _offered(config, run, run.logs / "sandbox_check.log")
+    offered = _offered(config, run, run.logs / "sandbox_check.log", names_log)
     if named is not None:
         tools = select_tools(named, offered)
         if needs_definitions(config):
@@ -76,7 +97,21 @@ def check_tools(config: JobConfig, run: RunDirectory) -> list[str]:
     return [f"rollout.tools is not set, so the policy cannot call {', '.join(unused)}"] if unused else []
 
 
-def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[str, object]]:
+def _check_verifiers(python: str) -> None:
+    command = [str(Path(python).expanduser()), "-P", "-c", "import aiohttp, verifiers.v1.utils.loaders"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise UserError(
+            f"rollout.environment_params.python={python} cannot import verifiers 0.4 or later ({reason}): "
+            "pip install 'verifiers>=0.4' there"
+        )
+
+
+def _offered(config: JobConfig, run: RunDirectory, log: Path, names_log: bool) -> dict[str, dict[str, object]]:
     """Return the service's tools by name (`AsyncSandboxClient.tools`)."""
     token = secrets.token_hex(16)
     command = [sys.executable, "-m", "tools_sandbox", "--config", str(run.sandbox_config)]
@@ -104,7 +139,9 @@ def _offered(config: JobConfig, run: RunDirectory, log: Path) -> dict[str, dict[
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     reasons = [line.removeprefix(_OWN_PREFIX) for line in lines if line.startswith(_OWN_PREFIX)]
     source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
-    raise UserError(f"the tool service does not start with {source}: {reasons[-1] if reasons else f'see {log}'}")
+    reason = (reasons or lines or ["it has ended without a message"])[-1]
+    where = f" (log: {log})" if names_log else ""
+    raise UserError(f"the tool service does not start with {source}: {reason}{where}")
 
 
 async def _listed(url: str, token: str) -> dict[str, dict[str, object]]:

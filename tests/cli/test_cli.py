@@ -230,6 +230,19 @@ def test_view_of_a_cluster_listens_on_this_machine_only(arpo: Arpo) -> None:
     assert code == 2 and error == "arpo: --cluster shows the page on this machine: leave out --host\n"
 
 
+def test_list_of_tools_names_mcp_servers_and_the_file(arpo: Arpo, tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text("mcp: {pages: {command: no-such-command}}\n")
+    assert "(MCP server pages: its tools are known when it runs)" in arpo("list", "tools", "--file", "tools.yaml")[1]
+    (tmp_path / "tools.yaml").write_text("plugins: [{name: count_wrods}]\n")
+    code, _, error = arpo("list", "tools", "--file", "tools.yaml")
+    assert (code, '--file tools.yaml: plugins: no installed package offers "count_wrods"' in error) == (2, True)
+
+
+def test_dry_run_refuses_a_tool_that_does_not_exist(arpo: Arpo) -> None:
+    code, _, error = arpo("train", "quickstart", "rollout.tools=[serch]", "--dry-run")
+    assert (code, "does not offer 'serch'" in error) == (2, True)
+
+
 def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path: Path) -> None:
     code, output, _ = arpo("train", "quickstart", "train.steps=3", "--dry-run")
     assert code == 0

@@ -311,5 +311,5 @@ def test_doctor_passes_for_the_quickstart_on_this_machine(capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     output = {line.split()[1] for line in lines if line.startswith("ok ")}
     assert {"python", "pins", "packages", "sandbox", "ports", "network", "exposure", "clock"} <= output
-    assert {"model", "disk", "wandb", "recipe"} <= output
+    assert {"model", "disk", "wandb", "tools", "recipe"} <= output
     assert not show([failure("x", "y", "z")])

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from arpo_megatron.cli.doctor import check_job_tools
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import write_tool_config
+from arpo_megatron.launch.job import check_tools_of_run
+from arpo_megatron.launch.preflight.check import run_checks
 from arpo_megatron.launch.tool_check import check_tools
 from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES
 from tests.tools_sandbox.test_added_tools import SERVER
@@ -45,8 +48,36 @@ def test_service_that_does_not_start_names_the_file(tmp_path: Path) -> None:
 
 def test_unset_variable_of_an_mcp_server_is_named(tmp_path: Path) -> None:
     mcp = {"pages": {**SERVER, "env_from": ["NO_SUCH_KEY"]}}
-    with pytest.raises(UserError, match=r"mcp\.pages\.env_from: the environment variable NO_SUCH_KEY is not set$"):
+    with pytest.raises(
+        UserError,
+        match=r"mcp\.pages\.env_from: the environment .* NO_SUCH_KEY is not set \(log: .*/logs/sandbox_check\.log\)$",
+    ):
         check(tmp_path, None, mcp=mcp)
+
+
+def test_message_of_a_named_run_directory_says_how_to_start_again(tmp_path: Path) -> None:
+    config = resolve.resolve("quickstart", overrides=["rollout.tools=[serch]", f"run_dir={tmp_path}"])
+    write_tool_config(config.sandbox, run := RunDirectory(tmp_path), [])
+    with pytest.raises(UserError, match=r"does not offer 'serch'.* After the fix add --resume, or set another run_dir"):
+        check_tools_of_run(config, run)
+
+
+def test_interpreter_without_verifiers_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "env.toml").write_text('[taskset]\nid = "x"\n')
+    params = f"{{config: {tmp_path / 'env.toml'}, python: {sys.executable}}}"
+    overrides = ["rollout.environment=verifiers", f"rollout.environment_params={params}", "reward.kind=environment"]
+    config = resolve.resolve("quickstart", overrides=[*overrides, "rollout.protocol=template"])
+    with pytest.raises(UserError, match=r"cannot import verifiers 0\.4 or later \(ModuleNotFoundError: .*pip install"):
+        check_tools(config, RunDirectory(tmp_path))
+
+
+def test_doctor_names_tools_that_cannot_start(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('at import')\n")
+    (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"plugins": [{"name": "./broken.py:Tool"}]}))
+    config = resolve.resolve("quickstart", overrides=[f"sandbox.file={tmp_path / 'tools.yaml'}"])
+    (result,) = run_checks([("tools", lambda: check_job_tools(config))], 100.0, 100.0)
+    assert result.level == "failure" and 'broken.py:Tool" cannot be created: RuntimeError: at import' in result.text
+    assert "(log:" not in result.text
 
 
 CHECK = """
