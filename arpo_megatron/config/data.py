@@ -33,8 +33,8 @@ class DataConfig:
     """Columns of the file that hold question (text or messages), answer, and kind (mathematics if it names math, gsm8k
     or aime), e.g. {question: task, answer: result.value}; usual names are found without it."""
     verifier: Literal["math", "qa"] | None = None
-    """How answers are verified without a column of kinds: as mathematics or as words. None: a number or LaTeX is
-    mathematics."""
+    """How answers are verified without a column of kinds: as mathematics or as words. None: a number, a tuple or LaTeX
+    is mathematics."""
     search_cache: Path | None = None
     """JSON file of stored searches that serves as the search index (`files`); None: search_cache.json in the
     directory of `path`, if it exists."""

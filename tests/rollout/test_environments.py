@@ -40,7 +40,12 @@ from tests.tools_sandbox.helpers.services import wait_until
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 NOWHERE = "http://127.0.0.1:9"
 SCRIPT = "CREATE TABLE t (x INTEGER); INSERT INTO t VALUES (1);"
-STATEMENTS = ("INSERT INTO t VALUES ({})", "SELECT sum(x) FROM t", "UPDATE t SET x = x + {}", "SELECT y FROM t")
+STATEMENTS = (
+    *("INSERT INTO t VALUES ({})", "SELECT sum(x) FROM t", "UPDATE t SET x = x + {}", "SELECT y FROM t"),
+    # State of the connection, which a snapshot of the database would not have.
+    *("CREATE TEMP TABLE u AS SELECT {} AS y", "SELECT y FROM u", "SAVEPOINT s", "ROLLBACK TO s"),
+    *("SELECT last_insert_rowid()", "SELECT total_changes()", "SELECT changes()"),
+)
 QUESTIONS = ("Which colour?", "Which size?", "And the colour and the size?", "Well, {}?")
 SQL = "sql", lambda: SqlDatabase(SCRIPT, error_penalty=-0.25)
 USER = "user", lambda: ScriptedUser({"colour": "Red.", "size": "Large."}, turn_penalty=-0.125)
@@ -148,7 +153,8 @@ def test_resumed_tree_fails_if_its_actions_lead_to_another_state(scripted_engine
     """The observation of such a statement is the same each time."""
 
     def follow(text: str, seed: int) -> str:
-        return policy_of("sql")(text, seed).replace("UPDATE t SET x = x +", "INSERT INTO t SELECT random() % ")
+        said, random = policy_of("sql")(text, seed), "INSERT INTO t SELECT random() % "
+        return said.replace("UPDATE t SET x = x +", random).replace("INSERT INTO t VALUES ", random)
 
     engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=follow))
     entries: list[bytes] = []
@@ -161,8 +167,8 @@ def test_resumed_tree_fails_if_its_actions_lead_to_another_state(scripted_engine
 def test_database_of_statements_is_bounded() -> None:
     world = SqlDatabase(SCRIPT)
     world.reset(TASK)
-    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 500)"
-    statement = f"<sql>CREATE TABLE b AS {numbers} SELECT zeroblob(900000) FROM n</sql>"
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 5000)"
+    statement = f"<sql>CREATE TABLE b AS {numbers} SELECT zeroblob(90000) FROM n</sql>"
     assert world.step(statement).observation == "Error: database or disk is full"
     world.restore(world.snapshot())
     assert world.step(statement).observation == "Error: database or disk is full"

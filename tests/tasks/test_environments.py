@@ -50,6 +50,9 @@ def test_statements_return_rows_or_errors_and_the_answer_ends_the_task() -> None
         "VACUUM INTO '{}/copy.db'",
         "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n",
         "SELECT hex(zeroblob(100000000))",
+        "CREATE TEMP TABLE big AS SELECT 1",
+        "SAVEPOINT s",
+        "SELECT last_insert_rowid()",
     ],
 )
 def test_statement_reaches_no_file_and_ends(statement: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from arpo_megatron.models.tiny import train_bpe
 from arpo_megatron.tasks.base import BadRow
 from arpo_megatron.tasks.files.mixture import MixedTasks, change_tasks
 from arpo_megatron.tasks.files.reader import FileTasks, check_readable, read_tasks, read_texts
+from arpo_megatron.tasks.files.rows import Columns
 from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS
 
@@ -334,3 +335,17 @@ def test_mixture_resumes_exactly(tmp_path: Path, kind: str) -> None:
     other = make_task_selector(algorithm, MixedTasks(train.parts[:2]), seed=1)
     with pytest.raises(UserError, match="another mixture"):
         other.load_state_dict(selector.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [
+        (
+            "math",
+            ["7", "-1,000.5", ".5", "5 %", "3/4", "1e-5", "x = -3/4", "(1, 2)", "sqrt(2)", r"\\frac34", "\u22127"],
+        ),
+        ("qa", ["Paris", "4 cats", "2001-09-11", "10:30", "1999/2000 season", ".", "a=b"]),
+    ],
+)
+def test_kind_of_a_plain_row_follows_from_its_answer(kind: str, answers: list[str]) -> None:
+    assert {Columns().read({"question": "?", "answer": answer})[2] for answer in answers} == {kind}

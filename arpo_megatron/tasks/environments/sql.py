@@ -2,6 +2,7 @@
 
 import re
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +18,18 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _STEPS = 1_000_000
 """Instructions of SQLite's virtual machine that a statement may take."""
 _PROGRESS = 10_000
+_LONGEST_S = 10.0
+"""Time limit of a statement: a few instructions can sort or write many MiB."""
 _CHARS_PER_CELL = 200
-_MAX_BYTES = 64 << 20
+_MAX_BYTES, _MAX_CELL_BYTES = 64 << 20, 100_000
+_REFUSED = {
+    getattr(sqlite3, f"SQLITE_{action}")
+    for action in ["ATTACH", "DETACH", "PRAGMA", "TRANSACTION", "SAVEPOINT"]
+    + [f"{verb}_TEMP_{kind}" for verb in ("CREATE", "DROP") for kind in ("INDEX", "TABLE", "TRIGGER", "VIEW")]
+}
+"""Actions that reach other files, change settings, or make a state that is not in the database, nor in a snapshot."""
+_REFUSED_FUNCTIONS = ("changes", "last_insert_rowid", "total_changes")
+"""Functions of the connection's state, which no snapshot has."""
 
 
 @dataclass(slots=True)
@@ -71,12 +82,12 @@ class SqlDatabase:
         if statement is None:
             return self._failed("write a statement between <sql> and </sql>, or an <answer>")
         assert self._database is not None
-        left = _STEPS // _PROGRESS
+        left, end_s = _STEPS // _PROGRESS, time.monotonic() + _LONGEST_S
 
         def out_of_steps() -> bool:
             nonlocal left
             left -= 1
-            return left < 0
+            return left < 0 or time.monotonic() > end_s
 
         self._database.set_progress_handler(out_of_steps, _PROGRESS)
         try:
@@ -122,11 +133,11 @@ def _bound(database: sqlite3.Connection) -> None:
 
 
 def _restrict(database: sqlite3.Connection) -> None:
-    """Refuse statements that leave the database: other files, and settings of the connection."""
-    refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_TRANSACTION)
+    """Refuse statements that do more than read and change the database."""
 
-    def allowed(action: int, *_names: object) -> int:
-        return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
+    def allowed(action: int, _first: str | None, second: str | None, *_names: object) -> int:
+        refused = action in _REFUSED or (action == sqlite3.SQLITE_FUNCTION and second in _REFUSED_FUNCTIONS)
+        return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
 
     database.set_authorizer(allowed)
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1_000_000)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_CELL_BYTES)

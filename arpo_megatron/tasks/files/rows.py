@@ -19,7 +19,13 @@ KIND = ("ability", "data_source")
 COLUMNS = ("question", "answer", "kind")
 """Names that `data.columns` maps to a column of the file."""
 _MATHEMATICS = re.compile(r"math|gsm8k|aime", re.IGNORECASE)
-_NUMBER_OR_LATEX = re.compile(r"[-+]?[\d.,]+\s*%?|.*[\\$^].*", re.DOTALL)
+_NUMBER = r"[-+\u2212]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER_OR_LATEX = re.compile(
+    rf"(?:[a-z]\s*=\s*)?{_NUMBER}(?:\s*/\s*{_NUMBER})?\s*%?"  # 7, -1,000.5, 3/4, 1e-5, x = 2, 5 %
+    rf"|[(\[]\s*{_NUMBER}(?:\s*,\s*{_NUMBER})*\s*[)\]]"  # (1, 2)
+    r"|.*[\\$^].*|.*sqrt.*",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
