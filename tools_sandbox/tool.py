@@ -101,13 +101,11 @@ class Tool:
 
 
 def as_broken(tool: Tool, error: Exception) -> ToolBroken:
-    """Return the failure of a call whose tool raised an error.
+    """Return the failure of a call whose tool raised another error than ToolBroken.
 
     Errors of the operating system and of HTTP clients are temporary if the call may run again. Others are mistakes in
     the tool's code, which a repetition would meet again.
     """
-    if isinstance(error, ToolBroken):
-        return error
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     outside = isinstance(error, OSError) or not packages.isdisjoint(_HTTP_CLIENTS)
     failure: Failure = "temporary" if outside and tool.repeatable else "lasting"

@@ -108,14 +108,7 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
 
 def _logged(step: SupervisedProcess) -> list[tuple[str, CheckResult]]:
     """Return the failures that nodes wrote to the step's log because they do not see the supervisor's filesystem."""
-    return [(name, failure(check, text)) for name, check, text in _FAILURE.findall(_log_of(step))]
-
-
-def _log_of(step: SupervisedProcess) -> str:
-    """Return what this start of a step has written to its log."""
-    with step.log.open("rb") as log:
-        log.seek(step.log_start)
-        return log.read().decode(errors="replace")
+    return [(name, failure(check, text)) for name, check, text in _FAILURE.findall("".join(step.log_lines()))]
 
 
 class _LateError(Exception):
@@ -129,7 +122,7 @@ def _until_late(step: SupervisedProcess, limit_s: float, poll: Callable[[], None
     def check() -> None:
         nonlocal deadline, reported
         poll()
-        if not reported and REPORTED in _log_of(step):
+        if not reported and any(REPORTED in line for line in step.log_lines()):
             reported, deadline = True, time.monotonic() + LAST_S
         if time.monotonic() > deadline:
             raise _LateError

@@ -175,11 +175,9 @@ def export_checkpoint(run: RunDirectory, out: Path | None, step: int | None) -> 
         variables = {**trainer_environment("cpu"), "CUDA_VISIBLE_DEVICES": ""}
         process = supervisor.start("export_checkpoint", command, env=variables)
         supervisor.wait(process)
-        with process.log.open("rb") as log:
-            log.seek(process.log_start)
-            for line in log:
-                if line.startswith(b"arpo: "):  # a damaged checkpoint that is not used
-                    print(line.decode(errors="replace"), end="", file=sys.stderr)
+        for line in process.log_lines():
+            if line.startswith("arpo: "):  # a damaged checkpoint that is not used
+                print(line, end="", file=sys.stderr)
     return out
 
 

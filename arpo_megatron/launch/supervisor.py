@@ -79,6 +79,13 @@ class SupervisedProcess:
         """Return the return code, None while it runs."""
         return None if self.process is None else self.process.poll()
 
+    def log_lines(self) -> Iterator[str]:
+        """Yield the lines, with their ends, that the process has written to its log since its first start."""
+        with self.log.open("rb") as log:
+            log.seek(self.log_start)
+            for line in log:
+                yield line.decode(errors="replace")
+
     def rotate_log(self) -> None:
         """Move a log that has grown too large to NAME.log.1, once a minute at most.
 

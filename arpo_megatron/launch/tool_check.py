@@ -54,6 +54,8 @@ def check_isolation(config: JobConfig) -> list[str]:
 
 def check_tools_of(config: JobConfig) -> list[str]:
     """Check the tools of a job that has no run directory yet, as `check_tools` does. Nothing is left on the disk."""
+    if config.rollout.environment != "verifiers" and not _has_own_tools(config):
+        return []
     data = config.data
     facts = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out).facts if data.is_generated else {}
     with tempfile.TemporaryDirectory(prefix="arpo-tool-check-") as folder:
@@ -84,7 +86,7 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
     named = config.rollout.tools
     if needs_definitions(config) and named is None:
         save_definitions(run, DEFAULT_TOOLS)
-    if named is None and config.sandbox.file is None:
+    if not _has_own_tools(config):
         return []
     run.logs.mkdir(parents=True, exist_ok=True)
     offered = _offered(config, run, run.logs / "sandbox_check.log", names_log)
@@ -95,6 +97,10 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
         return []
     unused = sorted(set(offered) - set(DEFAULT_NAMES))
     return [f"rollout.tools is not set, so the policy cannot call {', '.join(unused)}"] if unused else []
+
+
+def _has_own_tools(config: JobConfig) -> bool:
+    return config.rollout.tools is not None or config.sandbox.file is not None
 
 
 def _check_verifiers(python: str) -> None:

@@ -265,7 +265,7 @@ class TreeClient:
 
         if not shared:
             return await execute()
-        key = f"{self._task_id} {self._execution(node, call)}"
+        key = f"{self._task_id} {self._executions[node.key]}"
         answer, hit = await self._context.tools.results.answer(key, execute)
         if not hit:
             return answer

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from arpo_megatron.monitor.tree_store import StoredTree, read_trees
 from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, decode_records
 from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
@@ -102,3 +104,11 @@ def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:
         results = [segment.token_ids.tolist() for segment in segments if segment.role is Role.TOOL]
         assert all(answer.token_ids.tolist() in results for answer in record.tool_results.values())
     assert sampled > 0, "no tree was in flight"
+
+
+def kill_service(job: int, module: str) -> None:
+    """Kill a service of the job with that process id, and all its workers, with SIGKILL."""
+    for process in psutil.Process(job).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended, or is ending
+            if module in " ".join(process.cmdline()):
+                process.kill()

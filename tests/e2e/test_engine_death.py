@@ -3,16 +3,13 @@
 Their requests are repeated, weights are pushed again, and trees continue from where they were.
 """
 
-import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.jobs import ARPO, SHORT, check_kept, journal_of, quickstart, rows_of, trained, unfinished
+from tests.e2e.jobs import ARPO, SHORT, check_kept, journal_of, kill_service, quickstart, rows_of, trained, unfinished
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
@@ -28,9 +25,9 @@ def test_run_survives_killed_services(warm_run: Path) -> None:
         subprocess.Popen([*command, "engine.restarts=3"], stderr=screen) as job,
     ):
         wait_for_samples(warm_run, 1, job)  # in step 1 a restarted engine would have the weights already
-        kill(job.pid, "arpo_megatron.engine.server.main")
-        kill(job.pid, "tools_sandbox")
-        kill(job.pid, "arpo_megatron.rollout.worker")
+        kill_service(job.pid, "arpo_megatron.engine.server.main")
+        kill_service(job.pid, "tools_sandbox")
+        kill_service(job.pid, "arpo_megatron.rollout.worker")
         shown = health_after(3, warm_run)
         assert job.wait(300) == 0, (warm_run.parent / "screen").read_text()[-3000:]
     check_steps(warm_run)
@@ -48,10 +45,10 @@ def test_run_ends_at_the_restart_limit_and_resumes(warm_run: Path) -> None:
     with (warm_run.parent / "screen").open("wb") as screen:
         with subprocess.Popen([*command, "engine.restarts=1"], stderr=screen) as job:
             wait_for_steps(warm_run, 1, job)
-            kill(job.pid, "arpo_megatron.rollout.worker")
+            kill_service(job.pid, "arpo_megatron.rollout.worker")
             health_after(1, warm_run)
             wait_for_samples(warm_run, 2, job)
-            kill(job.pid, "arpo_megatron.engine.server.main")
+            kill_service(job.pid, "arpo_megatron.engine.server.main")
             assert job.wait(240) == 1
         text = (warm_run.parent / "screen").read_text()
         assert "was killed by SIGKILL, after 1 restarts of services within an hour (engine.restarts); log: " in text
@@ -71,7 +68,7 @@ def test_colocated_engine_killed_while_its_memory_is_lent_stays_down_until_the_p
         while not (warm_run / "memory_lent").exists():
             assert job.poll() is None, "the job ended too early"
             time.sleep(0.002)
-        kill(job.pid, "arpo_megatron.engine.server.main")
+        kill_service(job.pid, "arpo_megatron.engine.server.main")
         assert job.wait(240) == 0, (warm_run.parent / "screen").read_text()[-3000:]
     rows = rows_of(warm_run / "metrics.jsonl")
     assert [row["trees"] for row in rows] == [TASKS] * 2
@@ -115,11 +112,3 @@ def health_after(restarts: int, run: Path) -> list[str]:
     done = subprocess.run([*ARPO, "health", str(run)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-def kill(job: int, module: str) -> None:
-    """Kill a service and all its workers with SIGKILL."""
-    for process in psutil.Process(job).children(recursive=True):
-        with suppress(psutil.Error):  # it has ended, or is ending
-            if module in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)

@@ -19,6 +19,7 @@ from tests.e2e.jobs import (
     Start,
     check_kept,
     journal_of,
+    kill_service,
     quickstart,
     rows_of,
     run_to_end,
@@ -123,14 +124,6 @@ def check_sockets(processes: list[psutil.Process]) -> None:
     assert not exposed(processes)
 
 
-def kill(job: Job, module: str) -> None:
-    """Kill a service and all its workers with SIGKILL."""
-    for process in family_of(job):
-        with suppress(psutil.Error):  # it has ended, or is ending
-            if module in " ".join(process.cmdline()):
-                process.kill()
-
-
 def causes_of_restarts(run: Path) -> dict[str, str]:
     """Return why services were last restarted."""
     with suppress(UserError):  # no service is up yet
@@ -174,7 +167,7 @@ def test_ctrl_c_killed_rank_and_killed_services_lose_no_step_and_no_token(start:
     job = start(training(warm_run, *overrides, "engine.restarts=3", "--resume", steps=4))
     wait_for("trees of step 4", lambda: in_phase(warm_run, "rollout", 3), job)
     for module in SERVICES.values():
-        kill(job, module)
+        kill_service(job.pid, module)
     wait_for("restarts", lambda: causes_of_restarts(warm_run).keys() >= SERVICES.keys(), job)
     assert all("was killed by SIGKILL" in cause for cause in causes_of_restarts(warm_run).values())
     _, screen = job.communicate(timeout=300)

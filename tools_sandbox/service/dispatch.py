@@ -266,8 +266,14 @@ class ToolService:
             "Retries that executed nothing since the start.",
             lambda: self._requests.retries_answered,
         )
-        watch("workers", "Worker processes alive.", lambda: sum(pool.alive for pool in self._pools))
-        watch("worker_restarts", "Workers replaced since the start.", lambda: sum(p.restarts for p in self._pools))
+        watch("workers", "Worker processes alive.", self._workers_alive)
+        watch("worker_restarts", "Workers replaced since the start.", self._worker_restarts)
+
+    def _workers_alive(self) -> int:
+        return sum(pool.alive for pool in self._pools)
+
+    def _worker_restarts(self) -> int:
+        return sum(pool.restarts for pool in self._pools)
 
     def health(self) -> dict[str, object]:
         """Return the state of the service and its counts since the start."""
@@ -284,10 +290,7 @@ class ToolService:
                 "entries": len(self._cache),
             },
             "retries_answered": self._requests.retries_answered,
-            "workers": {
-                "alive": sum(pool.alive for pool in self._pools),
-                "restarts": sum(pool.restarts for pool in self._pools),
-            },
+            "workers": {"alive": self._workers_alive(), "restarts": self._worker_restarts()},
             "python": python.health,
             "isolation": python.isolation,
         }
