@@ -274,7 +274,8 @@ class _Services:
             same = [service for service in self._services if service.spec.grace_s == grace_s]
             _stop([service.process for service in same if service.process is not None], grace_s)
         for thread in self._threads:
-            thread.join(REAP_DEADLINE_S)
+            if thread.ident is not None:  # else a signal came before its start
+                thread.join(REAP_DEADLINE_S)
         self._health.unlink(missing_ok=True)
         self._targets.unlink(missing_ok=True)
 

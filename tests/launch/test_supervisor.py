@@ -21,6 +21,7 @@ from arpo_megatron.launch.supervisor import FIRST_PAUSE_S, Supervisor
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.service_spec import ServiceSpec
+from arpo_megatron.utils.signals import Interrupted
 from tests.faults import without_end
 
 SERVER = """
@@ -265,6 +266,17 @@ def test_services_end_with_a_job_that_is_interrupted_while_they_start(
         job.wait(timeout=60)
     assert not psutil.pid_exists(int(log.read_text()))
     assert not run.health.exists()
+
+
+def test_signal_before_the_thread_of_a_service_starts_is_no_error(
+    run: RunDirectory, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> None:  # stands in for a signal within a few milliseconds
+        raise Interrupted
+
+    with pytest.raises(Interrupted), supervisor.serving(run, restarts=3):
+        monkeypatch.setattr("arpo_megatron.launch.supervisor.write_health", interrupted)
+        supervisor.serve(program(run))
 
 
 def test_services_die_with_a_killed_job(run: RunDirectory) -> None:
