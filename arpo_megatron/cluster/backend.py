@@ -36,10 +36,12 @@ stays alive to receive it. (proctrack/cgroup signals only the children of slurms
 MAKE_SCRATCH = (
     'mkdir -p -m 700 "$1" || exit; '
     '[ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 is there already, and it is not ours" >&2; exit 1; }; '
-    'chmod 700 "$1" && find /tmp -maxdepth 1 -type d -user "$(id -u)" -name "arpo-[0-9]*"'
+    'chmod 700 "$1" || exit; '
+    'for each in /tmp/arpo-[0-9]*; do [ -d "$each" ] && [ ! -L "$each" ] && [ -O "$each" ] && echo "$each"; done; :'
 )
 """Makes the scratch directory and prints the user's others, one per line. Job numbers can be guessed, so a
-directory of another user is refused."""
+directory of another user is refused.
+No `find`: it fails if anything in /tmp goes while it looks."""
 _SHORT_S = 30.0
 _ALIVE_S = 20.0
 OWN_VARIABLES = {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"}

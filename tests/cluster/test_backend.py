@@ -3,6 +3,9 @@
 import os
 import signal
 import subprocess
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,24 @@ def test_scratch_directory_is_made_and_others_are_listed() -> None:
         assert str(folder) in output.stdout.split() and folder.stat().st_mode & 0o777 == 0o700
     finally:
         folder.rmdir()
+
+
+def test_scratch_directory_is_made_while_others_in_tmp_go(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            for made in [tempfile.mkdtemp(dir="/tmp") for _ in range(200)]:
+                Path(made).rmdir()
+
+    command = ["bash", "-c", MAKE_SCRATCH, "arpo", tmp_path / "arpo-7"]
+    with ThreadPoolExecutor() as pool:
+        pool.submit(make_and_remove)
+        try:
+            done = [subprocess.run(command, capture_output=True, text=True) for _ in range(20)]
+        finally:
+            ended.set()
+    assert {(each.returncode, each.stderr) for each in done} == {(0, "")}
 
 
 @pytest.mark.parametrize("whose", ["ours", "a link", "somebody else's"])
