@@ -171,6 +171,7 @@ def _success(page: Mapping[str, Any]) -> str:
 
 
 def _print_status(run: RunDirectory) -> None:
+    from arpo_megatron.view.rows import Damage
     from arpo_megatron.view.run_page import services
 
     page = _page(run)
@@ -184,6 +185,8 @@ def _print_status(run: RunDirectory) -> None:
         print(f"  {service['name']} {state} for {duration(service['seconds'])}, {service['restarts']} restarts")
     for event in page["events"][-_EVENTS:]:
         print(f"  {_clock(event['time'])} {printable(event['text'])}")
+    for damage in page["damaged"]:
+        print(f"  damaged: {printable(Damage(**damage).line())}")
     for advice in page["advice"]:
         print(f"  advice: {advice['title']}: {advice['detail']} ({advice['page']})")
     running = page["state"] == "running"
@@ -193,11 +196,11 @@ def _print_status(run: RunDirectory) -> None:
 def _print_events(run: RunDirectory, lines: int, *, follow: bool) -> None:
     """Print the events of a local run as its terminal did, with the time of each."""
     from arpo_megatron.monitor.events import EventReader
+    from arpo_megatron.view.rows import read_events
     from arpo_megatron.view.run_page import event_line
-    from arpo_megatron.view.runs import read_rows
 
     reader = EventReader(run.events)  # before the rows are read: no event is missed, one may be shown twice
-    shown = [line for event in read_rows(run.events) if (line := event_line(event)) is not None]
+    shown = [line for event in read_events(run.events).rows if (line := event_line(event)) is not None]
     for line in shown[-lines:] if lines else []:
         print(line)
     while follow and _is_running(run):

@@ -1,6 +1,5 @@
 """Commands for submitted runs: find one by name, and print its status, logs and health, or cancel it."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import health
+from arpo_megatron.utils.json_lines import json_lines
 
 _FOLLOW_INTERVAL_S = 1.0
 _STATE_INTERVAL_S = 3.0
@@ -146,9 +146,9 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
 
 
 def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
-    lines = run.events.read_text(encoding="utf-8").splitlines() if run.events.exists() else []
-    events = [json.loads(line) for line in lines[-500:]]
-    return [event for event in events if event["kind"] in ("note", "restart", "user_error")][-count:]
+    lines = list(json_lines(run.events.read_bytes()))[-500:] if run.events.exists() else []
+    events = [event for _, event in lines if event is not None]
+    return [event for event in events if event.get("kind") in ("note", "restart", "user_error")][-count:]
 
 
 def log_of(run: RunDirectory, service: str) -> Path:

@@ -43,7 +43,8 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
     run = choose_run.existing(config) if resume else choose_run.fresh(config)
     with hold_run(config, run) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
-        EventLog(run.events).emit("note", text=f"code: {code_version()}")
+        code = code_version()
+        EventLog(run.events).emit("note", text=f"code: {code}", code=code)
         try:
             with news_of(job):
                 yield job

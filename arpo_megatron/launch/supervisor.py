@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import requests
 
@@ -318,7 +318,7 @@ class _Services:
             if was_up_s is not None and was_up_s > RECOVERED_S:
                 pause_s = FIRST_PAUSE_S
             service.restarts += 1
-            self._log(service, f"{error}; restart {number + 1} of {self._restarts} in {pause_s:g} s")
+            self._log(service, "down", f"{error}; restart {number + 1} of {self._restarts} in {pause_s:g} s")
             self._ending.wait(pause_s)
             while spec.held_by is not None and spec.held_by.exists() and not self._ending.is_set():
                 self._ending.wait(_POLL_INTERVAL_S)
@@ -344,7 +344,7 @@ class _Services:
                     service.set_up(True)
                     self.write_health()
                     if service.restarts:
-                        self._log(service, "is up again")
+                        self._log(service, "up", "is up again")
                 deadline = time.monotonic() + spec.hang_timeout_s
                 next_probe = time.monotonic() + min(_PROBE_INTERVAL_S, spec.hang_timeout_s / 4)
             self._ending.wait(_POLL_INTERVAL_S)
@@ -355,10 +355,10 @@ class _Services:
         text = f"{spec.name} {service.error}{more}; log: {spec.log}\n{last_lines(spec.log)}"
         self.failure = ProcessDiedError(text, code)
 
-    def _log(self, service: SupervisedProcess, text: str) -> None:
-        name = service.spec.name
+    def _log(self, service: SupervisedProcess, state: Literal["down", "up"], text: str) -> None:
+        name, number = service.spec.name, len(self._restarted)
         with suppress(OSError):  # a full disk must not end what keeps the job alive
-            self._events.emit("restart", service=name, number=len(self._restarted), text=f"{name} {text}")
+            self._events.emit("restart", service=name, state=state, number=number, text=f"{name} {text}")
 
 
 def _stop(processes: "Sequence[subprocess.Popen[bytes]]", grace_s: float = GRACE_S) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.atomic import append_line
+from arpo_megatron.utils.json_lines import json_lines
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class EventReader:
             self.offset = self.path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the events since the last call."""
+        """Return the events since the last call, without damaged lines."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -65,4 +66,4 @@ class EventReader:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [row for _, row in json_lines(whole) if row is not None]

@@ -4,7 +4,6 @@ Standard output stays free for results that programs read.
 """
 
 import io
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+from arpo_megatron.utils.json_lines import json_lines
 
 Row = Mapping[str, Any]
 Renderable = ConsoleRenderable | RichCast | str
@@ -79,12 +80,8 @@ def step_seconds(row: Row) -> float:
 
 def longest_step_s(metrics: Path) -> float:
     """Return the wall seconds of the longest step in a run's metrics.jsonl; 0 if it has none yet."""
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    rows = []
-    for line in lines:
-        with suppress(ValueError):  # the end of a line that a killed job was writing
-            rows.append(json.loads(line))
-    return max((step_seconds(row) for row in rows), default=0.0)
+    lines = json_lines(metrics.read_bytes()) if metrics.exists() else ()
+    return max((step_seconds(row) for _, row in lines if row is not None), default=0.0)
 
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.monitor.tree_schema import is_read_as, tree_schema
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tree import Role, RolloutTree, Segment, stored_routes
 from arpo_megatron.utils.atomic import atomic_write
@@ -32,6 +33,7 @@ _SUMMARY = ("step", "task_id", "leaves", "forks", "rewards", "unique_tokens", "f
 _LOST = ("lost", "needs", "same_calls", "answered_shares")
 _DERIVED = ("text", "trainer_logprobs")
 """Fields of a stored segment that a `Segment` does not have."""
+_BAD_ROW = (ValueError, LookupError, TypeError, AttributeError)
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 
 
@@ -131,7 +133,7 @@ def write_trees(
     import pyarrow.parquet as pq
 
     rows = [_row(step, item, decode, own) for item, own in zip_longest(scored, trained)]
-    table = pa.Table.from_pylist(rows, schema=_schema())
+    table = pa.Table.from_pylist(rows, schema=tree_schema())
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
@@ -145,7 +147,7 @@ def read_trees(path: Path) -> list[StoredTree]:
     for number, row in enumerate(read_summaries(path, columns)):
         try:
             found.append(_stored(row))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _BAD_ROW as error:
             raise _damaged(path, error, f"row {number} (from 0), ") from None
     return found
 
@@ -170,8 +172,17 @@ def read_row(path: Path, number: int) -> dict[str, Any]:
     Raises:
         UserError: as `read_trees` does, or the file has no such tree.
     """
+    row = _read_row(path, number)
+    try:
+        _check_row(row)
+    except _BAD_ROW as error:
+        raise _damaged(path, error, f"row {number} (from 0), ") from None
+    return row
+
+
+def _read_row(path: Path, number: int) -> dict[str, Any]:
     with _open(path) as file:
-        schema = _schema()
+        schema = tree_schema()
         parts = [f"segments.list.element.{part.name}" for part in schema.field("segments").type.value_type]
         columns = [*(name for name in schema.names if name != "segments"), *parts]
         columns.remove("segments.list.element.routes")
@@ -204,66 +215,28 @@ def _rows(table: "pa.Table", columns: Sequence[str]) -> list[dict[str, Any]]:
         missing = parts - {part.name for part in table.schema.field("segments").type.value_type}
     if missing:
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    for column in table.schema:
+        if not is_read_as(column.type, wanted := tree_schema().field(column.name).type):
+            raise ValueError(f"column {column.name} has type {column.type}, not {wanted}")
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
 
 
+def _check_row(row: dict[str, Any]) -> None:
+    """Raise one of `_BAD_ROW` if a row with all columns is no whole tree."""
+    stored = _stored(row)
+    if row["leaves"] != stored.tree.leaves() or len(stored.rewards) not in (0, len(row["leaves"])):
+        raise ValueError("leaves and rewards are not those of its segments")
+    for index, segment in enumerate(row["segments"]):
+        gaps = segment["trainer_logprobs"]
+        if segment["text"] is None or (gaps is not None and len(gaps) != len(segment["token_ids"])):
+            raise ValueError(f"segment {index} lacks its text, or a trainer_logprob per token")
+    if any(term is None or None in (term["name"], term["values"]) for term in row["terms"]):
+        raise ValueError("a term lacks name or values")
+
+
 def _damaged(path: Path, error: Exception, where: str = "") -> UserError:
     return UserError(f"{path} is not a file of trees: {where}{(str(error).splitlines() or [type(error).__name__])[0]}")
-
-
-def _schema() -> "pa.Schema":
-    """Return the columns in the order of docs/reference/run-directory.md."""
-    import pyarrow as pa
-
-    text, number = pa.string(), pa.int32()
-    branch = pa.struct({"dH": pa.float64(), "probability": pa.float64(), "draw": pa.float64(), "why": text})
-    tool = pa.struct({"name": text, "arguments": text, "status": text, "seconds": pa.float64(), "cached": pa.bool_()})
-    routes = pa.struct({"layers": number, "top_k": number, "experts": pa.list_(pa.int16())})
-    segment = pa.struct(
-        {
-            "role": text,
-            "parent": number,
-            "text": text,
-            "token_ids": pa.list_(number),
-            "logprobs": pa.list_(pa.float32()),
-            "trainer_logprobs": pa.list_(pa.float32()),
-            "entropies": pa.list_(pa.float32()),
-            "policy_version": number,
-            "finish": text,
-            "branch": branch,
-            "tool": tool,
-            "routes": routes,
-            "turn_rewards": text,
-            "ended_s": pa.float64(),
-        }
-    )
-    return pa.schema(
-        {
-            "step": number,
-            "task_id": text,
-            "prompt": text,
-            "ground_truth": text,
-            "source": text,
-            "begun_in_step": number,
-            "grow_seconds": pa.float64(),
-            "leaves": pa.list_(number),
-            "rewards": pa.list_(pa.float64()),
-            "accuracies": pa.list_(pa.float64()),
-            "format_ok": pa.list_(pa.bool_()),
-            "terms": pa.list_(pa.struct({"name": text, "values": pa.list_(pa.float64())})),
-            "answers": pa.list_(text),
-            "format_faults": pa.list_(text),
-            "advantages": pa.list_(pa.list_(pa.float64())),
-            "forks": number,
-            "unique_tokens": number,
-            "flat_tokens": number,
-            "dropped": text,
-            "replayed": number,
-            "lost": text,
-            "segments": pa.list_(segment),
-        }
-    )
 
 
 def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | None) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class TrainingRun:
         if checkpoint is not None:
             self.state = RunState(**CheckpointStore.load_state(checkpoint))
             saved = ControllerState.load(checkpoint, self.state.selector)
-            self.session.note(f"resumed from {checkpoint.name}: {self.step} steps are done")
+            self.session.note(f"resumed from {checkpoint.name}: {self.step} steps are done", resumed=True)
         if self.controller is not None:
             self.controller.restore(saved, self.step)
 

@@ -57,9 +57,9 @@ class ActorSession:
     weights: CheckpointStore | None = None
     """Weights without the optimizer (`train.weights_every`)."""
 
-    def note(self, text: str) -> None:
-        """Log a line for the user."""
-        self.events.emit("note", text=text)
+    def note(self, text: str, *, resumed: bool = False) -> None:
+        """Log a line for the user; `resumed` marks that the job has continued from a checkpoint."""
+        self.events.emit("note", text=text, **({"resumed": True} if resumed else {}))
 
     def load_newest(self) -> Path | None:
         """Load the actor from the newest whole checkpoint and return its directory; None if there is none.

@@ -114,7 +114,8 @@ class SftRun:
         run = cls(session, Examples.load(session.config, load_tokenizer(session.start), session.actor.spec))
         if (checkpoint := session.load_newest()) is not None:
             run.state = SftState(**CheckpointStore.load_state(checkpoint))
-            session.note(f"cold start resumed after {run.updates_done} of {session.config.sft.steps} updates")
+            text = f"cold start resumed after {run.updates_done} of {session.config.sft.steps} updates"
+            session.note(text, resumed=True)
         session.events.emit("phase", name="cold start", step=0)
         return run
 

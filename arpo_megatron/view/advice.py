@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from arpo_megatron.view.runs import Row
+from arpo_megatron.view.rows import Row
 
 _WINDOW = 5
 """Steps over which a metric is averaged, so that one unlucky step gives no advice."""

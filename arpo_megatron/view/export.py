@@ -1,16 +1,19 @@
 """`arpo view RUN_DIR --html FILE`: the pages of some runs as one HTML file that loads nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.atomic import atomic_write
 from arpo_megatron.view.pages import Pages, to_json
-from arpo_megatron.view.runs import Row
+from arpo_megatron.view.rows import Row
 from arpo_megatron.view.static_files import single_page
-from arpo_megatron.view.tree_page import tree_counts
+from arpo_megatron.view.tree_page import tree_counts, whole_trees
 
 
 def write_html(pages: Pages, path: Path, *, trees: int) -> int:
@@ -25,7 +28,7 @@ def write_html(pages: Pages, path: Path, *, trees: int) -> int:
         The file's size in bytes.
 
     Raises:
-        UserError: a file of a run is damaged, or `path` cannot be written.
+        UserError: `path` cannot be written.
     """
     answers: dict[str, Any] = {}
     left_out = 0
@@ -33,12 +36,11 @@ def write_html(pages: Pages, path: Path, *, trees: int) -> int:
         page = pages.answer(name)
         chosen = _choose(pages, name, page["tree_steps"], trees)
         left_out += sum(tree_counts(pages.runs[name], pages.cache).values()) - len(chosen)
-        steps = dict.fromkeys(step for step, _ in chosen)
+        steps = dict.fromkeys(each.step for each in chosen)
         for step in steps:
-            answers[_key(name, "trees", str(step))] = [row for at, row in chosen if at == step]
-        for step, row in chosen:
-            address = (name, "trees", str(step), str(row["number"]))
-            answers[_key(*address)] = pages.answer(*address)
+            answers[_key(name, "trees", str(step))] = [each.row for each in chosen if each.step == step]
+        for each in chosen:
+            answers[_key(name, "trees", str(each.step), str(each.row["number"]))] = each.tree
         answers[_key(name)] = {**page, "path": name, "tree_steps": list(steps), "held_out_tree_steps": []}
         answers[_key(name, "services")] = []
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -56,15 +58,32 @@ def _key(*address: str) -> str:
     return "/".join(address)
 
 
-def _choose(pages: Pages, name: str, steps: Sequence[int], most: int) -> list[tuple[int, Row]]:
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A tree of the file."""
+
+    step: int
+    row: Row
+    """Its summary."""
+    tree: Any
+
+
+def _choose(pages: Pages, name: str, steps: Sequence[int], most: int) -> list[_Chosen]:
     """Return at most `most` trees of the first, the middle and the last stored step, mixed rewards first."""
     wanted = list(dict.fromkeys([*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]]))
-    chosen: list[tuple[int, Row]] = []
+    chosen: list[_Chosen] = []
     for place, step in enumerate(wanted):
         share = (most - len(chosen)) // (len(wanted) - place)
-        best = sorted(pages.answer(name, "trees", str(step)), key=_interest)[:share]
-        chosen += [(step, row) for row in sorted(best, key=lambda row: int(row["number"]))]
+        chosen += sorted(islice(_readable(pages, name, step), share), key=lambda each: int(each.row["number"]))
     return chosen
+
+
+def _readable(pages: Pages, name: str, step: int) -> Iterator[_Chosen]:
+    """Yield the trees of a step that are not damaged, the most interesting first."""
+    with suppress(UserError):
+        for row in sorted(whole_trees(pages.answer(name, "trees", str(step))), key=_interest):
+            with suppress(UserError):
+                yield _Chosen(step, row, pages.answer(name, "trees", str(step), str(row["number"])))
 
 
 def _interest(row: Row) -> tuple[bool, int, int]:

@@ -19,7 +19,7 @@ from arpo_megatron.rollout.limits import LIMIT
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
-from arpo_megatron.view.runs import Row
+from arpo_megatron.view.rows import Row
 from arpo_megatron.view.tree_page import Decode, rounded, segment_row
 
 MAX_CONTINUATIONS = 16

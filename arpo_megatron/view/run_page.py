@@ -1,19 +1,32 @@
 """The data of a run's page: state, curves, restarts, held-out tasks and advice, as JSON values."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.health import read_health
 from arpo_megatron.monitor.progress import STEP_PHASES, seconds_left, step_line
+from arpo_megatron.monitor.tree_store import step_file
 from arpo_megatron.monitor.tree_view import printable
 from arpo_megatron.view.advice import advice
-from arpo_megatron.view.runs import FileCache, Row, is_locked, read_object, read_rows
-from arpo_megatron.view.tree_page import held_out_steps, step_trees, train_steps
+from arpo_megatron.view.rows import (
+    Content,
+    Damage,
+    Row,
+    event_fault,
+    read_config,
+    read_evaluation,
+    read_events,
+    read_inputs,
+    read_metrics,
+    read_result,
+)
+from arpo_megatron.view.runs import FileCache, is_locked
+from arpo_megatron.view.tree_page import held_out_steps, step_trees, train_steps, whole_trees
 
 _EVENTS_SHOWN = 200
 _CHANGES_SHOWN = 500
@@ -31,6 +44,11 @@ class _Files:
     metrics: list[Row]
     held_out: list[Row]
     """One per evaluation, ascending by step."""
+    sft: list[Row]
+    inputs: Row
+    result: Row
+    """Empty without the file, as `inputs`."""
+    damage: list[Damage]
 
 
 def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
@@ -42,16 +60,16 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         now: the time in seconds since the epoch.
     """
     files = _read(run, cache)
-    steps = int(files.config.get("train.steps") or 0)
+    steps = _steps(files.config)
     step = int(files.metrics[-1]["step"]) if files.metrics else 0
-    state = _state(run, files.events, steps, now)
+    state = _state(run, files, steps, now)
     trees = train_steps(run)
-    newest = step_trees(run, str(trees[-1]), cache) if trees else []
+    newest, damage = _newest_trees(run, trees, cache)
     return {
         "path": str(run.path),
         "recipe": files.config.get("name"),
         "method": files.config.get("algorithm.name"),
-        "model": _model(run, files.config),
+        "model": _model(files),
         "seed": files.config.get("seed"),
         "code": _code(files.events),
         "state": state,
@@ -62,12 +80,13 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         "began": files.events[0]["time"] if files.events else None,
         "last_event": _last_event(files.events),
         "metrics": _with_times(columns(files.metrics), files.events),
-        "sft": columns(cache.get(run.path / "sft_metrics.jsonl", read_rows)),
+        "sft": columns(files.sft),
         "evaluations": [_evaluation(row) for row in files.held_out],
         "held_out_changes": _changes(files.held_out),
         "restarts": _restarts(files.events, steps),
         "events": [_shown(event) for event in files.events if _is_shown(event)][-_EVENTS_SHOWN:],
         "advice": [each.to_dict() for each in advice(files.metrics, files.held_out, newest, files.config)],
+        "damaged": [each.to_dict() for each in [*files.damage, *damage]],
         "config": files.config,
         "tree_steps": trees,
         "held_out_tree_steps": held_out_steps(run),
@@ -90,35 +109,48 @@ def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _read(run: RunDirectory, cache: FileCache) -> _Files:
-    held_out = [cache.get(path, read_object) for path in sorted(run.held_out.glob("step_*.json"))]
+    damage: list[Damage] = []
+
+    def rows(path: Path, read: Callable[[Path], Content]) -> list[Row]:
+        content: Content = cache.get(path, read)
+        damage.extend([] if content.damage is None else [content.damage])
+        return content.rows
+
     return _Files(
-        config=_flat(cache.get(run.config, read_yaml)),
-        events=[row for row in cache.get(run.events, read_rows) if "time" in row and "kind" in row],
-        metrics=[row for row in cache.get(run.path / "metrics.jsonl", read_rows) if "step" in row],
-        held_out=[row for row in held_out if row is not None and _is_evaluation(row)],
+        config=rows(run.config, read_config)[0],
+        events=rows(run.events, read_events),
+        metrics=rows(run.path / "metrics.jsonl", read_metrics),
+        held_out=[row for path in sorted(run.held_out.glob("step_*.json")) for row in rows(path, read_evaluation)],
+        sft=rows(run.path / "sft_metrics.jsonl", read_metrics),
+        inputs=next(iter(rows(run.inputs, read_inputs)), {}),
+        result=next(iter(rows(run.result, read_result)), {}),
+        damage=damage,
     )
 
 
-def _is_evaluation(row: Row) -> bool:
-    """Whether the row of a file that could be damaged has the values that the page shows."""
-    numbers = all(isinstance(row.get(name), int | float) for name in ("step", "success"))
-    return numbers and all(isinstance(row.get(name, {}), dict) for name in ("solved", "tool_calls"))
+def _newest_trees(run: RunDirectory, steps: Sequence[int], cache: FileCache) -> tuple[list[Row], list[Damage]]:
+    """Return summaries of the whole trees of the newest step, and what is damaged in its file."""
+    if not steps:
+        return [], []
+    file = step_file(run, steps[-1])
+    name = f"{file.parent.name}/{file.name}"
+    try:
+        rows = step_trees(run, str(steps[-1]), cache)
+    except UserError as error:
+        return [], [Damage(name, 0, str(error))]
+    faults = [f"row {row['number']}: {row['damaged']}" for row in rows if "damaged" in row]
+    return whole_trees(rows), [Damage(name, len(faults), faults[0])] if faults else []
 
 
-def _flat(values: Row, prefix: str = "") -> Row:
-    flat: Row = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+def _steps(config: Row) -> int:
+    steps = config.get("train.steps")
+    return steps if isinstance(steps, int) else 0
 
 
-def _state(run: RunDirectory, events: Sequence[Row], steps: int, now: float) -> str:
+def _state(run: RunDirectory, files: _Files, steps: int, now: float) -> str:
     """Return "finished", "running", "failed" or "stopped"."""
-    result = read_object(run.result)
-    if result is not None and int(result.get("step", -1)) >= steps:
+    events = files.events
+    if files.result.get("step", -1) >= steps:
         return "finished"
     if is_locked(run):
         return "running"
@@ -127,8 +159,8 @@ def _state(run: RunDirectory, events: Sequence[Row], steps: int, now: float) -> 
     return "running" if events and now - events[-1]["time"] < _SILENT_S else "stopped"
 
 
-def _model(run: RunDirectory, config: Row) -> str:
-    spec = (read_object(run.inputs) or {}).get("model", {})
+def _model(files: _Files) -> str:
+    config, spec = files.config, files.inputs.get("model", {})
     named = config.get("model.hub_id") or config.get("model.path") or "made for the run"
     sizes = [f"{spec[key]} {label}" for key, label in (("layers", "layers"), ("hidden", "wide")) if key in spec]
     return ", ".join([str(named), *sizes])
@@ -148,13 +180,12 @@ def _phase(events: Sequence[Row]) -> str | None:
 
 def _code(events: Sequence[Row]) -> str | None:
     """Return the code of the newest start on this machine, as `launch.job.open_job` notes it."""
-    texts = (str(event.get("text", "")) for event in reversed(events) if event["kind"] == "note")
-    return next((text.removeprefix("code: ") for text in texts if text.startswith("code: ")), None)
+    return next((str(event["code"]) for event in reversed(events) if "code" in event), None)
 
 
 def event_line(event: Row) -> str | None:
-    """Return an event as one line with its local time; None for those that a terminal shows only for a moment."""
-    if event.get("kind") in (None, "progress") or event.get("name") in STEP_PHASES:
+    """Return an event as one line with its local time; None for a damaged or a short-lived one."""
+    if event_fault(event) or event["kind"] == "progress" or event.get("name") in STEP_PHASES:
         return None
     text = step_line(event) if event["kind"] == "step" else _text(event)
     return f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} {printable(text)}"
@@ -192,12 +223,11 @@ def _restarts(events: Sequence[Row], steps: int) -> list[Row]:
     for event in events:
         if event["kind"] == "step":
             step = int(event["step"])
-        resumed = event["kind"] == "note" and str(event.get("text", "")).startswith("resumed from ")
         if step >= steps > 0:  # the services of `arpo serve` restart, too
             continue
-        died = event["kind"] == "restart" and not str(event.get("text", "")).endswith(" is up again")
-        if died or resumed:
-            service = "job" if resumed else str(event.get("service"))
+        died = event["kind"] == "restart" and event.get("state") == "down"
+        if died or event.get("resumed"):
+            service = str(event["service"]) if died else "job"
             found.append({"time": event["time"], "step": step, "service": service, "text": _text(event)})
     return found
 

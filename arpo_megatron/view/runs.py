@@ -1,6 +1,5 @@
-"""The runs that a page shows, and their files as plain values."""
+"""The runs that a page shows, and what was read from their files."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,6 @@ from typing import Any
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
-
-Row = dict[str, Any]
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, RunDirectory]:
@@ -63,32 +60,6 @@ class FileCache:
             with self._lock:
                 self._kept[key] = kept
         return kept[1]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read the whole lines of a JSONL file. A missing file is empty; a half-written or damaged line is left out."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return []
-    rows = []
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def read_object(path: Path) -> Row | None:
-    """Read a JSON file; None if it is missing or no JSON object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def is_locked(run: RunDirectory) -> bool:

@@ -12,7 +12,8 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.monitor.tree_store import held_out_file, read_row, read_summaries, step_file, steps_in
 from arpo_megatron.rollout.limits import LIMIT, REPEATED
-from arpo_megatron.view.runs import FileCache, Row
+from arpo_megatron.view.rows import Row
+from arpo_megatron.view.runs import FileCache
 
 Decode = Callable[[list[int]], str]
 _SUMMARY = (
@@ -44,13 +45,33 @@ def tree_file(run: RunDirectory, step: str) -> Path:
 
 
 def step_trees(run: RunDirectory, step: str, cache: FileCache) -> list[Row]:
-    """Return a summary of every tree of a step, in stored order. Raises UserError if the file cannot be read."""
+    """Return a summary of every tree of a step, in stored order; of a damaged one its number and `damaged`, the reason.
+
+    Raises UserError if the file cannot be read.
+    """
     rows: list[Row] = cache.get(tree_file(run, step), _read_summary)
     return rows
 
 
+def whole_trees(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of `step_trees` that are summaries."""
+    return [row for row in rows if "damaged" not in row]
+
+
 def _read_summary(path: Path) -> list[Row]:
-    return [_summary(number, row) for number, row in enumerate(read_summaries(path, _SUMMARY))]
+    rows = enumerate(read_summaries(path, _SUMMARY))
+    return [{"number": at, "damaged": fault} if (fault := _fault(row)) else _summary(at, row) for at, row in rows]
+
+
+def _fault(row: Row) -> str:
+    """Return why a row has no summary; "" if it has one."""
+    for name, value in row.items():
+        if value is None and name != "dropped":
+            return f"{name} is null"
+        if isinstance(value, list) and None in value:
+            return f"{name} has a null"
+    tools = [each["tool"] for each in row.get("segments", ()) if each["tool"] is not None]
+    return "a tool has no seconds" if any(tool["status"] and tool["seconds"] is None for tool in tools) else ""
 
 
 def _summary(number: int, row: Row) -> Row:
@@ -75,24 +96,36 @@ def _summary(number: int, row: Row) -> Row:
 
 
 def tree_counts(run: RunDirectory, cache: FileCache) -> dict[int, int]:
-    """Return the number of stored trees of each step."""
-    return {step: len(cache.get(step_file(run, step), _read_tasks)) for step in train_steps(run)}
+    """Return the number of stored trees of each step; damaged ones do not count."""
+    return {step: len(_tasks(run, step, cache)) for step in train_steps(run)}
 
 
 def task_steps(run: RunDirectory, task: str, cache: FileCache) -> list[Row]:
-    """Return the stored trees of one task: step, number in the step, and mean reward."""
-    found = []
-    for step in train_steps(run):
-        for number, (other, reward) in enumerate(cache.get(step_file(run, step), _read_tasks)):
-            if other == task:
-                found.append({"step": str(step), "tree": number, "reward": reward})
-    return found
+    """Return the stored trees of one task: step, number in the step, and mean reward. Damaged ones are left out."""
+    return [
+        {"step": str(step), "tree": number, "reward": reward}
+        for step in train_steps(run)
+        for number, other, reward in _tasks(run, step, cache)
+        if other == task
+    ]
 
 
-def _read_tasks(path: Path) -> list[tuple[str, float | None]]:
-    """Return id and mean reward of each tree's task; fast enough for the files of a thousand steps."""
+def _tasks(run: RunDirectory, step: int, cache: FileCache) -> list[tuple[int, str, float | None]]:
+    try:
+        rows: list[tuple[int, str, float | None]] = cache.get(step_file(run, step), _read_tasks)
+    except UserError:
+        return []
+    return rows
+
+
+def _read_tasks(path: Path) -> list[tuple[int, str, float | None]]:
+    """Return number, task and mean reward of each tree; fast enough for the files of a thousand steps."""
     rows = read_summaries(path, ("task_id", "rewards"))
-    return [(row["task_id"], rounded(fmean(row["rewards"])) if row["rewards"] else None) for row in rows]
+    return [
+        (number, row["task_id"], rounded(fmean(row["rewards"])) if row["rewards"] else None)
+        for number, row in enumerate(rows)
+        if not _fault(row)
+    ]
 
 
 def tree(run: RunDirectory, step: str, number: int, cache: FileCache) -> Row:

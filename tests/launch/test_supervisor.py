@@ -111,6 +111,7 @@ def test_dead_or_hung_service_is_restarted_at_its_address(
         wait_until(lambda: len(events(run)) == 2)
         notes = [event["text"] for event in events(run)]
         assert notes == [f"toy {why}; restart 1 of 3 in {FIRST_PAUSE_S:g} s", "toy is up again"]
+        assert [(event["service"], event["state"]) for event in events(run)] == [("toy", "down"), ("toy", "up")]
         supervisor.check()
         health = {role.name: role for role in read_health(run)}
         assert (health["toy"].pid, health["toy"].up, health["toy"].restarts) == (second, True, 1)

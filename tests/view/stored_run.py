@@ -91,7 +91,7 @@ def make_run(path: Path, *, seed: int = 1, steps: int = STEPS, last: bool = True
     config = replace(JobConfig(name="test", seed=seed), model=ModelConfig(path=model), train=TrainConfig(steps=STEPS))
     save_config(config, run.config)
     events, metrics = EventLog(run.events), MetricsLog(path, config)
-    events.emit("note", text="code: commit 0123456789ab-dirty")
+    events.emit("note", text="code: commit 0123456789ab-dirty", code="commit 0123456789ab-dirty")
     events.emit("phase", name="evaluate before", step=0)
     for step in range(1, steps + 1):
         write_step(run, metrics, events, step)
@@ -119,10 +119,10 @@ def write_step(run: RunDirectory, metrics: MetricsLog, events: EventLog, step: i
     metrics.log(row)
     events.emit("step", steps=STEPS, **row)
     if step == 2:
-        events.emit("restart", service="engine", number=1, text=f"engine died {HOSTILE}")
-        events.emit("restart", service="engine", number=1, text="engine is up again")
+        events.emit("restart", service="engine", state="down", number=1, text=f"engine died {HOSTILE}")
+        events.emit("restart", service="engine", state="up", number=1, text="the engine answers")
     if step == STEPS:  # of `arpo serve`
-        events.emit("restart", service="engine", number=1, text="engine died")
+        events.emit("restart", service="engine", state="down", number=1, text="engine died")
     if step in (1, STEPS):
         tasks = [Task(f"held-{number}", (), "4", "math", "What?") for number in range(3)]
         alone = [_one_path(task.id, right=number < step) for number, task in enumerate(tasks)]

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from arpo_megatron.cli.serve import TOKEN_VARIABLE
@@ -104,6 +106,26 @@ def test_several_runs_are_overlaid_and_their_configs_compared(run: RunDirectory,
             assert "2 keys with different values" in await page.value("document.body.textContent")
             await page.value("document.querySelector('[data-key=\"with second\"]').click()")
             await page.until(f"{lines} == 1")
+
+        with_browser(work)
+
+
+def test_damaged_files_and_trees_are_named(run: RunDirectory) -> None:
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {STEPS + 1}, "reward": "high"}}\n')
+    path = step_file(run, STEPS)
+    table = pq.read_table(path)
+    rows = [row | ({"rewards": None} if number == 1 else {}) for number, row in enumerate(table.to_pylist())]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(address, CURVES)
+            text = await page.value("document.body.textContent")
+            assert "1 row of metrics.jsonl left out; the first is line 5: reward is no finite number" in text
+            await page.open(f"{address}#/trees/run/{STEPS}", DRAWN)
+            assert await page.value("document.querySelectorAll('.list li').length") == 2
+            assert "Tree 1 is damaged: rewards is null." in await page.value("document.body.textContent")
 
         with_browser(work)
 

@@ -70,6 +70,14 @@ def test_run_page_has_what_the_run_recorded(client: TestClient) -> None:
     assert {each["metric"] for each in page["advice"]} >= {"dropped/failed"}
 
 
+def test_resumes_are_restarts_of_the_job(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, last=False)
+    EventLog(run.events).emit("note", text="continued", resumed=True)
+    EventLog(run.events).emit("note", text="resumed from habit")
+    (restart,) = Pages({"run": run}).answer("run")["restarts"]
+    assert (restart["service"], restart["step"], restart["text"]) == ("job", 1, "continued")
+
+
 def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) -> None:
     rows = client.get("/data/run/trees/2").json()
     stored = read_trees(step_file(run, 2))

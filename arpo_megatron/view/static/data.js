@@ -26,11 +26,19 @@ export async function load(...address) {
   if (answer.status === 304) return before.value;
   const text = await answer.text();
   if (answer.status === 401) throw new LoadError(text);
-  const value = JSON.parse(text);
+  const value = parsed(text, answer.status);
   if (!answer.ok) throw new LoadError(value.error);
   if (known.size > 300) known.clear();
   known.set(path, { tag: answer.headers.get("ETag"), value });
   return value;
+}
+
+function parsed(text, status) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new LoadError(`the server answered ${status} without data: see its terminal`);
+  }
 }
 
 /** Sample continuations at the end of a segment; return the tree with them. Raises LoadError. */
@@ -44,7 +52,7 @@ export async function growAt(name, step, number, segment, count) {
     .catch((error) => {
       throw new LoadError(error.message, true);
     });
-  const value = await answer.json();
+  const value = parsed(await answer.text(), answer.status);
   if (!answer.ok) throw new LoadError(value.error);
   return value;
 }

@@ -211,6 +211,7 @@ async function runContent(at) {
       name,
     ) => [name, now.pages[name].step, now.pages[name].state, now.pages[name].phase, now.pages[name].last_event?.time]),
     services.map((one) => [one.up, one.restarts]),
+    now.pages[at.name].damaged,
   ]);
   const draw = () =>
     runPage({

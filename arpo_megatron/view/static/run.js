@@ -60,6 +60,7 @@ export function runPage(view) {
   return [
     heading(view, page),
     tiles(page, color(view.main)),
+    damagePanel(page),
     advicePanel(page),
     curves(view, color),
     phases(page),
@@ -177,6 +178,20 @@ function tile(title, value, detail, picture) {
 function stepSeconds(found) {
   const names = Object.keys(found).filter((name) => name.startsWith("seconds/"));
   return (found.step ?? []).map((_, i) => names.reduce((sum, name) => sum + (found[name][i] ?? 0), 0));
+}
+
+function damagePanel(page) {
+  if (!page.damaged.length) return null;
+  const line = (one) =>
+    one.rows
+      ? `${plural(one.rows, "row")} of ${one.file} left out; the first is ${one.reason}`
+      : `${one.file} left out: ${one.reason}`;
+  return h(
+    "section",
+    { class: "advice" },
+    h("h2", {}, "Damaged files"),
+    page.damaged.map((one) => h("p", {}, line(one))),
+  );
 }
 
 function advicePanel(page) {

@@ -23,11 +23,16 @@ const SORTS = {
 };
 const MORE = 300;
 
+/** Return the summaries; a damaged tree has none. */
+function wholeTrees(rows) {
+  return rows.filter((row) => row.damaged === undefined);
+}
+
 /** Return the rows that the filter lets through, in the chosen order. */
 export function chosenRows(rows, query) {
   const keep = (FILTERS[query.filter] ?? FILTERS.all)[1], value = (SORTS[query.sort] ?? SORTS.stored)[1];
   const words = (query.find ?? "").toLowerCase();
-  return rows.filter((row) => keep(row) && row.task.toLowerCase().includes(words)).sort((a, b) =>
+  return wholeTrees(rows).filter((row) => keep(row) && row.task.toLowerCase().includes(words)).sort((a, b) =>
     value(a) - value(b) || a.number - b.number
   );
 }
@@ -56,7 +61,7 @@ function strip(rewards) {
 
 /** view: {page, rows, query, link(changes), stepText(step)}. */
 function list(view) {
-  const { page, query } = view, rows = chosenRows(view.rows, query);
+  const { page, query } = view, rows = chosenRows(view.rows, query), known = wholeTrees(view.rows);
   const steps = [
     ...page.tree_steps.map((step) => [String(step), `step ${step}`]),
     ...page.held_out_tree_steps.map((step) => [`held-out-${step}`, `held-out tasks after step ${step}`]),
@@ -79,7 +84,7 @@ function list(view) {
         "filter",
         Object.entries(FILTERS).map((
           [key, [text]],
-        ) => [key, `${text} (${whole(view.rows.filter(FILTERS[key][1]).length)})`]),
+        ) => [key, `${text} (${whole(known.filter(FILTERS[key][1]).length)})`]),
         query.filter ?? "all",
         (filter) => view.link({ filter }),
       ),
@@ -106,6 +111,9 @@ function list(view) {
     rows.length
       ? h("ol", { "data-scroll": "list" }, rows.slice(0, MORE).map((row) => item(view, row)))
       : h("p", { class: "quiet" }, "No tree of this step matches."),
+    view.rows.filter((row) => row.damaged).map((row) =>
+      h("p", { class: "problem" }, `Tree ${row.number} is damaged: ${row.damaged}.`)
+    ),
     rows.length > MORE ? h("p", { class: "quiet" }, `${whole(rows.length - MORE)} more; filter to see them.`) : null,
   );
 }
