@@ -104,6 +104,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "tags": "arpo_megatron.tasks.tags.protocol:TagProtocol",
         "template": "arpo_megatron.engine.template_protocol:TemplateProtocol",
     },
+    ExtensionPoint.DATA_READER: {"auto": "arpo_megatron.tasks.files.sources:FileReader"},
     ExtensionPoint.ENVIRONMENT: {
         "scripted_user": "arpo_megatron.tasks.environments.scripted_user:ScriptedUser",
         "sql": "arpo_megatron.tasks.environments.sql:SqlDatabase",
@@ -142,6 +143,11 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
 }
 """Name -> "module:attribute" of each built-in component."""
 
+IN_FILES = frozenset(
+    {ExtensionPoint.REWARD, ExtensionPoint.CALL_PROTOCOL, ExtensionPoint.DATA_READER, ExtensionPoint.ENVIRONMENT}
+)
+"""Extension points whose key also takes FILE.py:NAME; a config stores its absolute path."""
+
 
 def names(point: ExtensionPoint) -> list[str]:
     """Return the names of all components of an extension point, sorted."""
@@ -163,7 +169,8 @@ def load(point: ExtensionPoint, name: str) -> Any:
         if name.endswith(".py"):
             raise UserError(f"{point.label} {name!r}: also name what the file defines, like {name}:NAME")
         known = names(point)
-        raise UserError(f"unknown {point.label} {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
+        choices = ", ".join([*known, *(["FILE.py:NAME"] if point in IN_FILES else [])])
+        raise UserError(f"unknown {point.label} {name!r}{did_you_mean(name, known)}; known: {choices}")
     if len(found := sorted({entry.value for entry in offered})) > 1:
         raise UserError(f"the {point.label} {name!r} is offered twice, as {' and '.join(found)}: uninstall one")
     try:

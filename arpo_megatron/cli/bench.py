@@ -225,4 +225,4 @@ def soak(
 
 def _answer(name: str, results: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **results}), flush=True)
-    next_command("arpo bench --help")
+    next_command("arpo", "bench", "--help")

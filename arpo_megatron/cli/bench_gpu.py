@@ -89,7 +89,7 @@ def _run(name: str, measurements: "Measurements") -> None:
     from arpo_megatron.bench.gpu.measure import run_all
 
     print(json.dumps({"benchmark": name, **run_all(measurements)}), flush=True)
-    next_command("arpo bench gpu --help")
+    next_command("arpo", "bench", "gpu", "--help")
 
 
 def _prepare() -> None:

@@ -14,6 +14,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    job_words,
     next_after_dry_run,
     next_command,
     own_command,
@@ -186,7 +187,7 @@ def _submit(
     run, name = submission.run, address(submission.run)
     print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
-    next_command(f"arpo logs {name} --follow")
+    next_command("arpo", "logs", name, "--follow")
     return run, jobs
 
 
@@ -199,7 +200,7 @@ def cancel(run: Run, cluster: ClusterOfRun = None) -> None:
 
     run_on_login_node(cluster, "cancel", run)
     runs.cancel(runs.find_run(run, cluster))
-    next_command(f"arpo resume {run}")
+    next_command("arpo", "resume", run)
 
 
 @app.command(rich_help_panel=Panel.START)
@@ -235,12 +236,16 @@ def doctor(
     profile = None if cluster is None else load_profile(cluster)
     job = None if recipe is None else _resolved(recipe, profile, profile.nodes if profile else None, overrides or ())
     if not examine(job, profile):
-        next_command(own_command())
+        next_command(*own_command())
         raise typer.Exit(1)
     if measure and profile is not None and cluster is not None:
         _measure(cluster, profile)
-    start = f"train {recipe}" if cluster is None else f"submit {recipe} --cluster {cluster}"
-    next_command("arpo demo" if recipe is None else f"arpo {start}")
+    if recipe is None:
+        next_command("arpo", "demo")
+    elif cluster is None:
+        next_command("arpo", "train", *job_words(recipe, overrides))
+    else:
+        next_command("arpo", "submit", *job_words(recipe, overrides), "--cluster", cluster)
 
 
 def _measure(cluster: str, profile: "ClusterProfile") -> None:

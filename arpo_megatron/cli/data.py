@@ -1,6 +1,7 @@
 """`arpo data`: what a job would read from a file of questions, and files made from other packages' tasks."""
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Overrides, next_command, with_dry_run
+from arpo_megatron.cli.options import Overrides, job_words, next_command, with_dry_run
+from arpo_megatron.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Check a file of questions, or make one from a verifiers environment.")
 
@@ -24,12 +26,15 @@ def check(
     With model.path=DIR its chat template and tokenizer are used.
     """
     from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
-    from arpo_megatron.jobs.resolve import resolve
+    from arpo_megatron.jobs.resolve import explicit_keys, override_layers, resolve
     from arpo_megatron.jobs.run_directory import RunDirectory
     from arpo_megatron.launch.tool_check import check_tools
     from arpo_megatron.plan.data_check import describe_data
 
-    config = resolve(recipe, overrides=["data.kind=files", f"data.path={file}", *(overrides or ())])
+    if any(re.match(r"data\.path(\.|$)", key) for key in explicit_keys(override_layers(overrides or ()))):
+        raise UserError(f"{file} and the override data.path=... name the data twice: leave out data.path")
+    given = ["data.kind=files", f"data.path={file}", *(overrides or ())]
+    config = resolve(recipe, overrides=given)
     tokenizer = None if config.model.path is None else load_tokenizer(config.model.path)
     with tempfile.TemporaryDirectory(prefix="arpo-data-check-") as folder:
         run = RunDirectory(Path(folder))
@@ -38,7 +43,7 @@ def check(
         for line in describe_data(config, run, tokenizer):
             print(line)
     sys.stdout.flush()
-    next_command(f"arpo train {recipe} data.path={file} --dry-run")
+    next_command("arpo", "train", *job_words(recipe, given), "--dry-run")
 
 
 @app.command()
@@ -53,7 +58,6 @@ def from_verifiers(
 
     The environment begins an episode of each task, so that a row has all messages that the model gets.
     """
-    from arpo_megatron.errors import UserError
     from arpo_megatron.tasks.environments.verifiers.environment import VerifiersEnvironment
     from arpo_megatron.tasks.environments.verifiers.rows import task_rows
     from arpo_megatron.utils.atomic import atomic_write
@@ -70,6 +74,6 @@ def from_verifiers(
     print(f"{output}: {written} tasks")
     params = f"{{config: {config}, python: {python}}}"
     next_command(
-        f"arpo train RECIPE data.path={output} rollout.environment=verifiers reward.kind=environment "
-        f"'rollout.environment_params={params}'"
+        *("arpo", "train", "RECIPE", f"data.path={output}", "rollout.environment=verifiers"),
+        *("reward.kind=environment", f"rollout.environment_params={params}"),
     )

@@ -15,6 +15,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    job_words,
     next_after_dry_run,
     next_command,
     own_command,
@@ -124,7 +125,7 @@ def evaluate(
         return
     result = run(EvalRequest(**options), _log)
     print(json.dumps(result), flush=True)
-    next_command(f"arpo eval-report {result['out']} --out DIR")
+    next_command("arpo", "eval-report", result["out"], "--out", "DIR")
 
 
 @app.command("eval-report", rich_help_panel=Panel.EVALUATE)
@@ -141,7 +142,7 @@ def eval_report(
     results = [read_summary(directory) for directory in directories]
     out.mkdir(parents=True, exist_ok=True)
     print(write_report(out, results))
-    next_command("arpo eval RUN_DIR --suite NAME --data DIR")
+    next_command("arpo", "eval", "RUN_DIR", "--suite", "NAME", "--data", "DIR")
 
 
 @app.command("judge-report", rich_help_panel=Panel.EVALUATE)
@@ -163,7 +164,7 @@ def judge_report(
 
     job = resolve(recipe, file=config, overrides=overrides or ())
     print(json.dumps(report(job.reward.judge, labels)), flush=True)
-    next_command(f"arpo train {recipe} --dry-run")
+    next_command("arpo", "train", *job_words(recipe, overrides, config), "--dry-run")
 
 
 @app.command(rich_help_panel=Panel.EVALUATE)
@@ -208,9 +209,9 @@ def decontaminate(
         _log(f"skipped, no file in {data}: {', '.join(each.name for each in missing)}")
     if found:
         _log(f"remove the training rows above from {train_data}")
-        next_command(own_command())
+        next_command(*own_command())
         raise typer.Exit(1)
-    next_command(f"arpo train RECIPE data.path={train_data} --dry-run")
+    next_command("arpo", "train", "RECIPE", f"data.path={train_data}", "--dry-run")
 
 
 def _log(text: str) -> None:

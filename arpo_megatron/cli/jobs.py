@@ -52,7 +52,7 @@ def submit_command(
     job = submit_job(directory, load_profile(cluster), words)
     name = address(directory)
     print(f"{directory.path.name}: job {job}, arpo {' '.join(words)}")
-    next_command(f"arpo logs {name} --service {command} --follow")
+    next_command("arpo", "logs", name, "--service", command, "--follow")
 
 
 def following(text: str | None) -> list[str]:

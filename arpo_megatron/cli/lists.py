@@ -37,7 +37,7 @@ def recipes() -> None:
         size = "" if job.model.is_generated else f"{found.nodes:5} {found.peak_bytes / GIB:4.0f}"
         print(f"{name:15} {model:33} {size:10}  {' '.join(resolve.variant_names(name))}")
     print("\nAdd variants as RECIPE+VARIANT+...")
-    next_command("arpo show RECIPE")
+    next_command("arpo", "show", "RECIPE")
 
 
 @app.command()
@@ -51,7 +51,7 @@ def methods() -> None:
         parts = [f"{key} {found.values[f'algorithm.{key}']}" for key in ("branching", "advantage", "loss")]
         rows.append((name, ", ".join(parts), found.about))
     print_table(("algorithm.name", "components", "method"), rows)
-    next_command("arpo show quickstart algorithm.name=NAME")
+    next_command("arpo", "show", "quickstart", "algorithm.name=NAME")
 
 
 @app.command()
@@ -68,7 +68,7 @@ def metrics(
     if not found:
         raise UserError(f"no metric has the words {' '.join(words or ())}; `arpo list metrics` has all")
     print_table(("metric", "meaning"), found)
-    next_command("arpo view RUN_DIR")
+    next_command("arpo", "view", "RUN_DIR")
 
 
 @app.command()
@@ -90,7 +90,7 @@ def runs(
     if not rows:
         raise UserError(f"{folder} has no runs: start one with `arpo demo`")
     print_table(("run", "method", "state", "step", "held-out success", "last event"), rows)
-    next_command(f"arpo view {folder}")
+    next_command("arpo", "view", folder)
 
 
 @app.command()
@@ -128,7 +128,7 @@ def tools(
         if entry.name not in used
     ]
     print_table(("tool", "arguments", "description"), rows)
-    next_command("arpo train RECIPE sandbox.file=FILE rollout.tools=[search,python]")
+    next_command("arpo", "train", "RECIPE", "sandbox.file=FILE", "rollout.tools=[search,python]")
 
 
 @app.command()
@@ -141,7 +141,7 @@ def benchmarks() -> None:
         suites = ", ".join(suite for suite, members in SUITES.items() if name in members)
         rows.append((name, suites, benchmark.metric, benchmark.licence, benchmark.source))
     print_table(("benchmark", "suites", "metric", "licence", "source"), rows)
-    next_command("arpo eval RUN_DIR --suite NAME --data DIR")
+    next_command("arpo", "eval", "RUN_DIR", "--suite", "NAME", "--data", "DIR")
 
 
 def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -69,7 +69,7 @@ def logs(
         _print_events(local, lines, follow=follow)
     else:
         runs.print_log(local, service, lines=lines, follow=follow, ended=lambda: not _is_running(local))
-    next_command(f"arpo status {run}")
+    next_command("arpo", "status", run)
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -84,7 +84,7 @@ def health(run: RunName, cluster: ClusterOfRun = None) -> None:
         print_health(local)
     else:
         runs.print_health(runs.find_run(run, cluster))
-    next_command(f"arpo logs {run} --service NAME")
+    next_command("arpo", "logs", run, "--service", "NAME")
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -105,7 +105,7 @@ def compare(
         print("the configs are equal")
     figures = [_figures(page) for page in pages]
     print_table(("result", *names), [(key, *(each[key] for each in figures)) for key in figures[0]])
-    next_command(f"arpo view {' '.join(map(str, run_dirs))}")
+    next_command("arpo", "view", *run_dirs)
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -125,7 +125,7 @@ def trees(
     from arpo_megatron.cli.trees import show_trees
 
     show_trees(open_run(run_dir), step=step, tree=tree, count=count, svg=svg)
-    next_command(f"arpo view {run_dir}")
+    next_command("arpo", "view", run_dir)
 
 
 def run_rows(folder: Path) -> list[tuple[str, ...]]:
@@ -190,7 +190,7 @@ def _print_status(run: RunDirectory) -> None:
     for advice in page["advice"]:
         print(f"  advice: {advice['title']}: {advice['detail']} ({advice['page']})")
     running = page["state"] == "running"
-    next_command(f"arpo logs {run.path} --follow" if running else f"arpo view {run.path}")
+    next_command("arpo", *(("logs", run.path, "--follow") if running else ("view", run.path)))
 
 
 def _print_events(run: RunDirectory, lines: int, *, follow: bool) -> None:

@@ -25,6 +25,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    job_words,
     next_after_dry_run,
     next_command,
     open_run,
@@ -215,7 +216,7 @@ def export(
         from arpo_megatron.launch.push_to_hub import push_to_hub
 
         print(push_to_hub(written, repo, private=not public), flush=True)
-    next_command(f"arpo serve {written}")
+    next_command("arpo", "serve", written)
     return None
 
 
@@ -230,7 +231,7 @@ def show(recipe: Recipe, overrides: Overrides = None, config: ConfigFile = None,
     from arpo_megatron.jobs.explain import render
 
     print(render(recipe, file=config, overrides=_with_seed(overrides, seed)), end="")
-    next_command(f"arpo plan {recipe}")
+    next_command("arpo", "plan", *job_words(recipe, _with_seed(overrides, seed), config))
 
 
 @app.command("plan", rich_help_panel=Panel.START)
@@ -273,9 +274,11 @@ def plan_command(
         if rollouts is not None:
             print("\n" + rollouts.render(), end="")
     if not found.fits:
-        next_command(own_command("--nodes", str(2 * found.nodes)))
+        next_command(*own_command("--nodes", str(2 * found.nodes)))
         raise typer.Exit(1)
-    next_command(f"arpo submit {recipe} --cluster NAME --dry-run")
+    more = [] if nodes is None else ["--nodes", nodes]
+    job_named = job_words(recipe, overrides, config)
+    next_command("arpo", "submit", *job_named, "--cluster", cluster or "NAME", *more, "--dry-run")
 
 
 def _hardware_of(cluster: str) -> "Hardware":

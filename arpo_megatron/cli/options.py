@@ -3,7 +3,7 @@
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -31,20 +31,25 @@ class Panel(StrEnum):
     MEASURE = "Measure and check"
 
 
-def next_command(command: str) -> None:
-    """Print the command that usually follows, on standard error: standard output is for results."""
+def next_command(*words: object) -> None:
+    """Print the command that usually follows, quoted for a shell, on standard error: standard output is for results."""
     sys.stdout.flush()  # where both go to one file, the result comes first
-    print(f"next: {command}", file=sys.stderr, flush=True)
+    print(f"next: {shlex.join(map(str, words))}", file=sys.stderr, flush=True)
 
 
 def next_after_dry_run() -> None:
     """Print the command of this process without --dry-run as the one that follows."""
-    next_command(own_command(without="--dry-run"))
+    next_command(*own_command(without="--dry-run"))
 
 
-def own_command(*more: str, without: str = "") -> str:
-    """Return the command of this process for a shell, with further arguments or without one of its own."""
-    return shlex.join(["arpo", *(each for each in sys.argv[1:] if each != without), *more])
+def own_command(*more: str, without: str = "") -> list[str]:
+    """Return the words of this process's command, with further ones or without one of its own."""
+    return ["arpo", *(each for each in sys.argv[1:] if each != without), *more]
+
+
+def job_words(recipe: str, overrides: Sequence[str] | None, config: Path | None = None) -> list[str]:
+    """Return the words that name the same job in another command."""
+    return [recipe, *(overrides or ()), *([] if config is None else ["--config", str(config)])]
 
 
 def with_dry_run(function: Callable[P, None]) -> Callable[P, None]:

@@ -22,7 +22,7 @@ def recompute_update(
 
     run = open_run(file.resolve().parent.parent)
     print(recompute_skipped_update(run, file), end="", flush=True)
-    next_command(f"arpo view {run.path}")
+    next_command("arpo", "view", run.path)
 
 
 @app.command("replay-tree", rich_help_panel=Panel.MEASURE)
@@ -41,6 +41,6 @@ def replay_tree(
     from arpo_megatron.cli.trees import replay_trees
 
     same = replay_trees(file, tree=tree, config=config)
-    next_command(f"arpo view {file.resolve().parent.parent}")
+    next_command("arpo", "view", file.resolve().parent.parent)
     if not same:
         raise typer.Exit(1)

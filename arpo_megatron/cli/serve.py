@@ -56,7 +56,8 @@ def serve(
     model = None if step is None or dry_run else step_model(target, step, None)
     if print_only:
         print("\n".join(plain_commands(*plan(target, overrides or (), model))))
-        next_command(f"arpo serve {target} --plain")
+        of_step = [] if step is None else ["--step", step]
+        next_command("arpo", "serve", target, *(overrides or ()), *of_step, "--plain")
         return
     if dry_run:
         print("\n".join(describe(*plan(target, overrides or (), model), plain=plain)))
@@ -108,11 +109,11 @@ def chat(
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
         talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal, show_entropy=show_entropy)
-        next_command(f"arpo chat {target}")
+        next_command("arpo", "chat", target)
         return
     from arpo_megatron.serving.serve import serving
     from arpo_megatron.view.server import listen
 
     with serving(target, overrides or (), listen("127.0.0.1", 0)) as (url, key):
         talk(url, key, console=console, read=from_terminal, show_entropy=show_entropy)
-    next_command(f"arpo serve {target}")
+    next_command("arpo", "serve", target, *(overrides or ()))

@@ -74,7 +74,7 @@ def _study_command(name: str, text: str) -> None:
             sys.stdout.flush()
         finally:
             runner.check()  # after the report: a failed run does not withhold the report of complete seeds
-        next_command(f"arpo view {directory}")
+        next_command("arpo", "view", directory)
 
 
 _study_command(
@@ -102,7 +102,7 @@ def entropy(
     command = shlex.join(["arpo", "study", "entropy", *map(str, runs), "--out", str(out)])
     for path in entropies.write_report(rows, out, made_by(command)):
         print(path)
-    next_command(shlex.join(["arpo", "view", *map(str, runs)]))
+    next_command("arpo", "view", *runs)
 
 
 @app.command()
@@ -130,7 +130,7 @@ def information(
     write_json(out / INFO, {"command": f"`{command}`"})
     with Progress() as progress:
         sample(plan, direction_trees=direction_trees, trees=trees, note=progress.note)
-    next_command(f"arpo study information-page {out}")
+    next_command("arpo", "study", "information-page", out)
 
 
 @app.command()
@@ -150,4 +150,4 @@ def information_page(
         out.mkdir(parents=True, exist_ok=True)
         (out / "README.md").write_text(page, encoding="utf-8")
         print(out / "README.md")
-    next_command("arpo study information RECIPE --out DIR")
+    next_command("arpo", "study", "information", "RECIPE", "--out", "DIR")

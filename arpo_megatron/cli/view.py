@@ -78,7 +78,7 @@ def view(
             raise UserError("--grow needs a server: leave out --html")
         size = write_html(pages, html, trees=trees)
         print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
-        next_command(f"xdg-open {html}")
+        next_command("xdg-open", html)
         return
     with nullcontext() if grow is None else _agent(grow) as grower:
         serve(replace(pages, grower=grower), host=host, port=port, with_token=token)

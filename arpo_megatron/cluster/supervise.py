@@ -196,7 +196,7 @@ def _phases(job: Job, backend: SlurmBackend, only_sft: bool) -> None:
     else:
         run_training_phases(job)
     job.progress.note(f"exported to {job.run.sft_model if only_sft else job.run.export}")
-    job.progress.next_command(f"arpo view {job.run.path}")
+    job.progress.next_command("arpo", "view", job.run.path)
 
 
 def _wait_for_old_kills(job: Job, backend: SlurmBackend) -> None:

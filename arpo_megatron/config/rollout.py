@@ -30,7 +30,8 @@ class RolloutConfig:
     prompt of ARPO (`arpo`, `arpo_search`, `arpo_python`, `arpo_no_tools`), or a text file."""
     environment: str | None = None
     """Environment of the tasks, in place of tools (docs/guides/environments.md): each turn of the model is an action.
-    `sql`, `scripted_user`, or that of an installed package. Its steps are limited by `max_tool_calls`."""
+    `sql`, `scripted_user`, `verifiers` (environments of that library), one of an installed package, or FILE.py:CLASS.
+    Its steps are limited by `max_tool_calls`."""
     environment_params: dict[str, Any] = field(default_factory=dict, hash=False)
     """Params of the environment."""
     max_tool_calls: NonNegative = 3

@@ -119,14 +119,39 @@ def _check_limits(config: "JobConfig") -> None:
 
 
 def _check_tools(config: "JobConfig") -> None:
-    if config.rollout.environment is not None and config.rollout.tools is not None:
-        raise ValueError("rollout.environment and rollout.tools exclude each other: an environment has its own actions")
-    if config.rollout.environment is not None and (config.rollout.stop_at_answer or config.evaluation.stop_at_answer):
-        raise ValueError("rollout.environment needs stop_at_answer=false: the environment reads the answer")
-    if config.reward.kind == "environment" and config.rollout.environment is None:
+    if config.rollout.environment is not None:
+        _check_environment(config)
+    elif config.reward.kind == "environment":
         raise ValueError("reward.kind=environment needs rollout.environment=NAME")
     if config.rollout.tools is not None:
         _check_tool_names(config.rollout.tools)
+
+
+def _check_environment(config: "JobConfig") -> None:
+    """Refuse what a job with tools has and a job with an environment does not use."""
+    rollout, evaluation = config.rollout, config.evaluation
+    if rollout.tools is not None:
+        raise ValueError("rollout.environment and rollout.tools exclude each other: an environment has its own actions")
+    if rollout.stop_at_answer or evaluation.stop_at_answer:
+        raise ValueError("rollout.environment needs stop_at_answer=false: the environment reads the answer")
+    if "answer_now" in (rollout.at_limit, evaluation.at_limit):
+        raise ValueError("rollout.environment needs at_limit=end: an answer is an action, so the limit holds for it")
+    if rollout.protocol != "tags":
+        raise ValueError(
+            f"rollout.protocol={rollout.protocol} is not used with rollout.environment={rollout.environment}, which "
+            "reads whole turns: remove it"
+        )
+    if config.reward.kind in ("arpo", "arpo_released"):
+        raise ValueError(
+            f"reward.kind={config.reward.kind} scores the tags of tools, which rollout.environment="
+            f"{rollout.environment} has not: set reward.kind=environment, or FILE.py:NAME of your own"
+        )
+    of_tools = ("tool_call_parser", "system_prompt", "max_calls_by_tool", "refuse_repeated", "deterministic_tools")
+    for section, values in (("rollout", rollout), ("evaluation", evaluation)):
+        if given := [name for name in of_tools if getattr(values, name, None)]:
+            raise ValueError(
+                f"{section}.{given[0]} is not used with rollout.environment={rollout.environment}: remove it"
+            )
 
 
 def _check_tool_names(names: Sequence[str]) -> None:

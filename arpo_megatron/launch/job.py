@@ -52,7 +52,7 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
             EventLog(run.events).emit("failed", text=str(error).splitlines()[0])
             raise
         finally:
-            job.progress.next_command(f"arpo view {run.path}")
+            job.progress.next_command("arpo", "view", run.path)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Standard output stays free for results that programs read.
 """
 
 import io
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -178,9 +179,9 @@ class Progress:
         if not self._live.is_started:
             self._line(step_line(row, self._left_s()))
 
-    def next_command(self, command: str) -> None:
-        """Print the command that usually follows the job."""
-        self._print(Text(f"next: {command}"), soft_wrap=True)
+    def next_command(self, *words: object) -> None:
+        """Print the command that usually follows the job, quoted for a shell."""
+        self._print(Text(f"next: {shlex.join(map(str, words))}"), soft_wrap=True)
 
     def _left_s(self) -> float | None:
         rows = list(self._rows)  # a copy, because the display draws in another thread

@@ -119,7 +119,7 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
         with interrupts_call(server.stop):
             listening, address = bind()
             print(f"{address}/v1", flush=True)
-            job.progress.next_command(f"arpo chat {address}/v1")
+            job.progress.next_command("arpo", "chat", f"{address}/v1")
             asyncio.run(server.run(listening, job.supervisor.check))
     print("ended by a signal, with the engine and the tool service", file=sys.stderr)
 

@@ -1,5 +1,6 @@
 """The command line: a user error is one line and exit code 2, before any process starts."""
 
+import json
 import re
 import subprocess
 import sys
@@ -304,6 +305,32 @@ def test_every_command_that_writes_submits_or_pays_has_a_dry_run() -> None:
         if not any("--dry-run" in parameter.opts for parameter in command.params)
     }
     assert without == READS_ONLY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "following"),
+    [
+        (
+            ["show", "deepsearch_8b", "--seed", "3", "data.path={a b.jsonl: 1.0}"],
+            "arpo plan deepsearch_8b 'data.path={a b.jsonl: 1.0}' seed=3",
+        ),
+        (
+            ["plan", "deepsearch_8b", "train.steps=7", "--nodes", "1", "--no-search"],
+            "arpo submit deepsearch_8b train.steps=7 --cluster NAME --nodes 1 --dry-run",
+        ),
+        (
+            ["data", "check", "my questions.jsonl", "rollout.temperature=0.9"],
+            "arpo train reasoning_7b data.kind=files 'data.path=my questions.jsonl' rollout.temperature=0.9 --dry-run",
+        ),
+    ],
+)
+def test_next_command_repeats_the_job_and_can_be_pasted(
+    arpo: Arpo, arguments: list[str], following: str, tmp_path: Path
+) -> None:
+    rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
+    (tmp_path / "my questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, _, error = arpo(*arguments)
+    assert (code, error.splitlines()[-1]) == (0, f"next: {following}")
 
 
 def test_failed_check_names_the_next_command(arpo: Arpo) -> None:

@@ -13,6 +13,8 @@ from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 
+IN_SQL = ["rollout.environment=sql", "reward.kind=environment"]
+
 
 @pytest.mark.parametrize("recipe", resolve.recipe_names())
 def test_recipes_survive_saving_and_loading(recipe: str, tmp_path: Path) -> None:
@@ -102,6 +104,15 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         ),
         (["rollout.environment=sql", "rollout.stop_at_answer=true"], "rollout.environment needs stop_at_answer=false"),
         (["reward.kind=environment"], "reward.kind=environment needs rollout.environment=NAME"),
+        (["rollout.environment=sql"], "reward.kind=arpo scores the tags of tools, which rollout.environment=sql has"),
+        (["rollout.environment=sql", "reward.kind=arpo_released"], "set reward.kind=environment, or FILE.py:NAME"),
+        ([*IN_SQL, "rollout.protocol=hermes"], "rollout.protocol=hermes is not used with rollout.environment=sql"),
+        ([*IN_SQL, "rollout.system_prompt=arpo"], "rollout.system_prompt is not used with rollout.environment=sql"),
+        ([*IN_SQL, "evaluation.refuse_repeated=[search]"], "evaluation.refuse_repeated is not used with rollout.env"),
+        (
+            [*IN_SQL, "rollout.at_limit=answer_now", "rollout.max_response_tokens=1024"],
+            "rollout.environment needs at_limit=end: an answer is an action",
+        ),
         (["sync.directory=/shared"], "sync.directory needs sync.transport=disk, not auto"),
         (["rollout.max_staleness=1", "algorithm.sampling_correction=none"], "set algorithm.sampling_correction=tis"),
         (["algorithm.replay=rollout_replay", "algorithm.sampling_correction=none"], "algorithm.replay=rollout_replay"),

@@ -22,6 +22,12 @@ class Semicolons:
 """
 
 
+def test_data_check_refuses_a_second_name_of_the_data(tmp_path: Path) -> None:
+    for second in ("data.path=other.parquet", "data.path={a.parquet: 1}", "data.path.a=1", "data={path: b}"):
+        with pytest.raises(UserError, match=r"a\.parquet and the override data\.path=\.\.\. name the data twice"):
+            run_command(["data", "check", str(tmp_path / "a.parquet"), second])
+
+
 def test_data_check_shows_prompts_lengths_bad_rows_and_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,12 +111,11 @@ def test_named_config_keys_exist(page: Path) -> None:
 
 NO_METHOD = {"epochs", "random", "format", "length", "tool_calls", "environment"}
 """Components that no paper describes: the plain order, a control arm, measures, and what an environment gives."""
+NO_METHODS = {
+    *(ExtensionPoint.PRESET, ExtensionPoint.CALL_PROTOCOL, ExtensionPoint.DATA_READER, ExtensionPoint.ENVIRONMENT),
+}
 COMPONENTS = [
-    (point, name)
-    for point in BUILTIN
-    if point not in (ExtensionPoint.PRESET, ExtensionPoint.CALL_PROTOCOL, ExtensionPoint.ENVIRONMENT)
-    for name in BUILTIN[point]
-    if name not in NO_METHOD
+    (point, name) for point in BUILTIN if point not in NO_METHODS for name in BUILTIN[point] if name not in NO_METHOD
 ]
 
 

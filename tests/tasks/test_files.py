@@ -250,6 +250,12 @@ def test_reader_that_fails_is_one_line(tmp_path: Path, body: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_unknown_reader_names_the_choices(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "q.jsonl", [{"question": "1+1?", "answer": 2}])
+    with pytest.raises(UserError, match=r"^unknown data reader 'nope'; known: auto, FILE\.py:NAME$"):
+        read_tasks(DataConfig(kind="files", path=path, reader="nope"))
+
+
 def test_tasks_on_disk_equal_those_in_memory(tmp_path: Path) -> None:
     rows = [{"question": f"{n} + {n}? " + "x" * 50, "answer": 2 * n} for n in range(1300)]
     data = DataConfig(kind="files", path=write_lines(tmp_path / "many.jsonl", rows))

@@ -52,5 +52,11 @@ def test_generation_config_has_sampling_and_closing_tags(source: Path, tmp_path:
         assert part in files["README.md"]
 
 
+def test_generation_config_of_an_environment_has_no_closing_tags(source: Path) -> None:
+    config = _config("rollout.environment=sql", "reward.kind=environment")
+    files = export_files(config, RunDirectory(source), source, 1, "commit 0")
+    assert not json.loads(files["generation_config.json"]).get("stop_strings")
+
+
 def _config(*overrides: str) -> JobConfig:
     return resolve.resolve("quickstart", overrides=overrides)

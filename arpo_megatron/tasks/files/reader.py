@@ -14,7 +14,7 @@ from arpo_megatron.tasks.chat import ChatTokenizer, chat_text
 from arpo_megatron.tasks.files.large import IN_MEMORY_BYTES, TaskStore
 from arpo_megatron.tasks.files.mixture import MixedTasks, shares
 from arpo_megatron.tasks.files.rows import Columns
-from arpo_megatron.tasks.files.sources import FileReader, numbered
+from arpo_megatron.tasks.files.sources import numbered
 from arpo_megatron.utils.table_reader import BadRowError, FileRow
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -110,10 +110,7 @@ def _useless(path: Path, bad_rows: Sequence[BadRow]) -> UserError:
 
 
 def _rows(data: DataConfig, path: Path) -> Iterator[FileRow]:
-    reader = FileReader(data.split)
-    if data.reader != "auto":
-        reader = make(ExtensionPoint.DATA_READER, data.reader, {"split": data.split})
-    return numbered(reader, path)
+    return numbered(make(ExtensionPoint.DATA_READER, data.reader, {"split": data.split}), path)
 
 
 def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:

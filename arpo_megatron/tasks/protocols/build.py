@@ -6,6 +6,7 @@ from typing import Any
 
 from arpo_megatron.config import RolloutConfig
 from arpo_megatron.registry import ExtensionPoint, make
+from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition, tool_names
 
@@ -39,5 +40,7 @@ def make_protocol(
 
 def reading_protocol(rollout: RolloutConfig) -> CallProtocol:
     """Return the protocol of a job for reading finished responses: it knows the names of the tools only."""
+    if rollout.environment is not None:
+        return EnvironmentProtocol()
     tools = tuple(ToolDefinition(name) for name in tool_names(rollout.tools))
     return make_protocol(rollout.protocol, tools)
