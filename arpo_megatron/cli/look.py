@@ -5,6 +5,7 @@ A run is local if its directory has no submissions.
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,10 @@ _EVENTS = 5
 @app.command(rich_help_panel=Panel.LOOK)
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Run directory, or name of a submitted run; default: all.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="Run directory, directory of runs, or name of a submitted run; default: all."
+        ),
     ] = None,
     cluster: ClusterOfRun = None,
 ) -> None:
@@ -38,9 +42,24 @@ def status(
     if run is not None and (local := _local(run)) is not None:
         _print_status(local)
         return
-    if run is None and cluster is None and (rows := run_rows(RUNS)):
+    folder = RUNS if run is None else Path(run)
+    if rows := run_rows(folder) if cluster is None else []:
         print_table(("run", "method", "state", "step", "held-out success", "last event"), rows)
-    runs.print_status(run, cluster)
+    found = []
+    if run is None or not rows:
+        with nullcontext() if run is None or not folder.is_dir() else suppress(UserError):  # a directory needs no job
+            found = runs.print_status(run, cluster)
+    if found:
+        name = runs.address(found[-1])
+        next_command(f"arpo status {name}" if run is None else f"arpo logs {name}")
+    elif rows:
+        next_command(f"arpo status {folder / rows[-1][0]}")
+    elif cluster is not None:
+        print(f"no run was submitted to {cluster}: `arpo submit` starts one")
+        next_command(f"arpo submit RECIPE --cluster {cluster}")
+    else:
+        print(f"no run exists in {folder}{'' if run else ', and none was submitted'}: `arpo demo` starts one")
+        next_command("arpo demo")
 
 
 @app.command(rich_help_panel=Panel.LOOK)

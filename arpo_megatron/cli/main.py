@@ -206,6 +206,10 @@ def export(
         if repo is not None:
             print(f"then upload it to {repo} ({'public' if public else 'private'} if it is new)")
         return next_after_dry_run()
+    if repo is not None:
+        from arpo_megatron.launch.push_to_hub import check_hub, push_to_hub
+
+        check_hub(repo)
     written = export_checkpoint(run, out, step)
     print(written, flush=True)
     if verify:
@@ -213,8 +217,6 @@ def export(
 
         print(verify_export(resolve.load(run.config), run, written).line)
     if repo is not None:
-        from arpo_megatron.launch.push_to_hub import push_to_hub
-
         print(push_to_hub(written, repo, private=not public), flush=True)
     next_command("arpo", "serve", written)
     return None
@@ -338,9 +340,11 @@ def run_command(arguments: Sequence[str]) -> int:
     Raises:
         UserError: the arguments cannot be parsed, or the command raises it.
     """
-    for each in arguments:
-        if found := re.fullmatch(r"--((?:\w+\.)+\w+=.*)", each, re.DOTALL):
-            raise UserError(f"{each}: an override has no dashes: write {found[1]}")
+    for place, each in enumerate(arguments):
+        if found := re.fullmatch(r"--((?:\w+\.)+\w+)(=.*)?", each, re.DOTALL):
+            value = [] if found[2] else list(arguments[place + 1 : place + 2])
+            wanted = f"{found[1]}{found[2] or '=' + (value or ['VALUE'])[0]}"
+            raise UserError(f"{' '.join([each, *value])}: an override has no dashes: write {wanted}")
     try:
         code = app(args=list(arguments), prog_name="arpo", standalone_mode=False)
     except TyperException as error:

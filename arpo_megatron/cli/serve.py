@@ -103,7 +103,11 @@ def chat(
         from arpo_megatron.serving.serve import describe, plan
 
         is_url = target.startswith(("http://", "https://"))
-        print(f"talk to {target}" if is_url else "\n".join(describe(*plan(target, overrides or ()), plain=False)))
+        print(
+            f"talk to {target}"
+            if is_url
+            else "\n".join(describe(*plan(target, overrides or (), or_url=True), plain=False))
+        )
         next_after_dry_run()
         return
     console = Console(highlight=False)

@@ -81,17 +81,16 @@ def _submitted(cluster: str | None) -> list[RunDirectory]:
     return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
 
-def print_status(name: str | None, cluster: str | None) -> None:
-    """Print one line per submitted run, or all details of the run `name`."""
+def print_status(name: str | None, cluster: str | None) -> list[RunDirectory]:
+    """Print one line per submitted run, or all details of the run `name`; return the runs."""
     runs = [find_run(name, cluster)] if name else _submitted(cluster)
-    if not runs:
-        print("no run has been submitted")
     for run, states in zip(runs, job_states_of(runs), strict=True):
         state = _newest(states)
         line = f"{run.path.name}: " + ("not in Slurm any more" if state is None else f"job {state.id} {state.state}")
         print(line + f", {_progress(run)}")
         if name:
             _print_details(run, None if state is None else slurm.job_state(state.id))
+    return runs
 
 
 def newest_state(run: RunDirectory) -> slurm.JobState | None:

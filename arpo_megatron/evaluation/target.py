@@ -89,8 +89,18 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
     """
     if text in (TargetKind.ORACLE, TargetKind.WRONG):
         return EvalTarget(TargetKind(text), text)
-    if urlsplit(text).scheme in ("http", "https"):
+    if is_url(text):
         return EvalTarget(TargetKind.SERVER, model or text, url=text)
+    return model_target(text, model, f", nor a URL, nor {TargetKind.ORACLE} or {TargetKind.WRONG}")
+
+
+def is_url(text: str) -> bool:
+    """Whether a target is the address of a server."""
+    return urlsplit(text).scheme in ("http", "https")
+
+
+def model_target(text: str, model: str | None, otherwise: str = "") -> EvalTarget:
+    """Return the target at a directory of a run or a model. Raises UserError, which ends with the other choices."""
     path = run_path(text)
     run = RunDirectory(path)
     if run.config.is_file():
@@ -104,8 +114,7 @@ def parse_target(text: str, model: str | None) -> EvalTarget:
             raise UserError(f"--model {model}: {path} is a model itself")
         return EvalTarget(TargetKind.MODEL, path.resolve().name, model=path)
     raise UserError(
-        f"{text} is neither a run directory (config.yaml) nor a Hugging Face directory (config.json), nor a URL, nor "
-        f"{TargetKind.ORACLE} or {TargetKind.WRONG}"
+        f"{text} is neither a run directory (config.yaml) nor a Hugging Face directory (config.json){otherwise}"
     )
 
 

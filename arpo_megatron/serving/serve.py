@@ -20,7 +20,7 @@ from arpo_megatron.engine.function_calls import CallParser
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
-from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config, parse_target
+from arpo_megatron.evaluation.target import EvalTarget, eval_config, is_url, model_target
 from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
 from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
@@ -56,11 +56,23 @@ class ServeRequest:
     """Export of a run to serve; None: its newest."""
 
 
-def plan(target: str, overrides: Sequence[str], model: str | None = None) -> tuple[EvalTarget, JobConfig]:
-    """Return the model to serve and its config. Raises UserError if there is no model."""
-    found = parse_target(target, model)
-    if found.kind not in (TargetKind.RUN, TargetKind.MODEL):
+def plan(
+    target: str, overrides: Sequence[str], model: str | None = None, *, or_url: bool = False
+) -> tuple[EvalTarget, JobConfig]:
+    """Return the model to serve and its config.
+
+    Args:
+        target: run directory or Hugging Face directory.
+        overrides: `section.key=value` of the user.
+        model: export of a run; None: its newest.
+        or_url: whether the command also takes the URL of a served agent, which its errors then name.
+
+    Raises:
+        UserError: there is no model.
+    """
+    if is_url(target):
         raise UserError(f"{target} cannot be served: name a run directory or a Hugging Face directory")
+    found = model_target(target, model, ", nor a URL" if or_url else "")
     return found, eval_config(found, [], Tools.TRAINED, list(overrides))
 
 
@@ -129,7 +141,7 @@ def serving(
     target: str, overrides: Sequence[str], listening: socket.socket, *, concurrency: int = 1
 ) -> Iterator[tuple[str, str]]:
     """Serve an agent from a thread inside the block; yield address and token. Raises as `serve` does."""
-    found, config = plan(target, overrides)
+    found, config = plan(target, overrides, or_url=True)
     request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=concurrency)
     with listening, agent_services(found, config) as (job, ready):
         server = _Server(request, found, config, ready)

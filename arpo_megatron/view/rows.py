@@ -1,4 +1,4 @@
-"""The files of a run as a page needs them. What is damaged is left out and counted: it must not hide the rest."""
+"""The files of a run as a page needs them. Damaged parts are left out and counted: they must not hide the rest."""
 
 import json
 from collections.abc import Callable
@@ -22,14 +22,14 @@ _NO_OBJECT = "no JSON object"
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is left out of a file."""
+    """A part of a file that is left out."""
 
     file: str
     """Its path in the run directory."""
     rows: int
     """How many of its rows; 0: the whole file."""
     reason: str
-    """What is wrong with the first of them, or with the file."""
+    """The fault of the first of them, or of the file."""
 
     def to_dict(self) -> Row:
         return asdict(self)

@@ -69,6 +69,11 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["trees", "nowhere"], "not a run directory"),
         (["train", "reasoning_tiny", f"data.path={__file__}"], "rows can be used; the first: not JSON"),
         (["train", "quickstart", "--train.steps=3"], "write train.steps=3"),
+        (
+            ["train", "quickstart", "--train.steps", "3"],
+            "--train.steps 3: an override has no dashes: write train.steps=3",
+        ),
+        (["train", "quickstart", "--train.steps"], "--train.steps: an override has no dashes: write train.steps=VALUE"),
         (["train", "quickstart", "--dryrun"], "no such option: --dryrun (Possible options: --dry-run)"),
         (["train"], "missing argument 'recipe'; see `arpo train --help`"),
         (["trian", "quickstart"], "Did you mean 'train'?"),
@@ -77,7 +82,10 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["list", "metrics", "nonsense"], "no metric has the words nonsense"),
         (["list", "runs"], "runs has no runs: start one with `arpo demo`"),
         (["compare", "nowhere"], "needs two run directories"),
-        (["serve", "nowhere"], "neither a run directory (config.yaml) nor a Hugging Face directory"),
+        (["serve", "nowhere"], "neither a run directory (config.yaml) nor a Hugging Face directory (config.json)\n"),
+        (["serve", "oracle"], "neither a run directory (config.yaml) nor a Hugging Face directory (config.json)\n"),
+        (["chat", "nowhere"], "nor a Hugging Face directory (config.json), nor a URL\n"),
+        (["chat", "oracle", "--dry-run"], "nor a Hugging Face directory (config.json), nor a URL\n"),
         (["serve", "http://127.0.0.1:9"], "cannot be served: name a run directory"),
         (["chat", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1 does not answer as a chat server"),
     ],
@@ -197,6 +205,22 @@ def test_local_run_has_status_logs_and_a_place_in_the_list(arpo: Arpo, stored: P
     (profile := stored.parent / "here.yaml").write_text(f"account: a\nruns: {stored.parent}\n")
     there = arpo("list", "runs", "--cluster", str(profile))[1]
     assert there.rpartition("  ")[0] == output.rpartition("  ")[0], "the last column is the time since its last sign"
+
+
+def test_status_without_a_run_names_the_command_that_starts_one(arpo: Arpo, stored: Path, tmp_path: Path) -> None:
+    assert arpo("status") == (
+        0,
+        "no run exists in runs, and none was submitted: `arpo demo` starts one\n",
+        "next: arpo demo\n",
+    )
+    (tmp_path / "empty").mkdir()
+    assert arpo("status", "empty") == (0, "no run exists in empty: `arpo demo` starts one\n", "next: arpo demo\n")
+    code, output, error = arpo("status", str(stored.parent))
+    assert code == 0 and output.splitlines()[-1].split()[0] == "stored"
+    assert error == f"next: arpo status {stored}\n"
+    (tmp_path / "runs").symlink_to(stored.parent)
+    code, output, error = arpo("status")
+    assert code == 0 and "no run" not in output and error == "next: arpo status runs/stored\n"
 
 
 def test_log_of_an_unknown_service_names_the_others(arpo: Arpo, stored: Path) -> None:

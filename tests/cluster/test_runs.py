@@ -32,7 +32,7 @@ def test_status_queries_slurm_once_and_ignores_jobs_of_other_names(
     run = in_chain(queue, tmp_path, monkeypatch)
     monkeypatch.setattr(runs, "_submitted", lambda cluster: [run, run])
     queue.asked.clear()
-    runs.print_status(None, None)
+    assert runs.print_status(None, None) == [run, run]
     assert queue.asked == ["squeue"]
     assert capsys.readouterr().out.count("job 4711 PENDING") == 2
     queue.name = "another-users"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from arpo_megatron.cli.main import run_command
 from arpo_megatron.errors import UserError
 from arpo_megatron.launch.push_to_hub import push_to_hub
 
@@ -26,7 +27,7 @@ class Hub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.objects: dict[str, bytes] = {}
         self.tokens: set[str | None] = set()
-        self.refuse = False
+        self.refuse = self.forgot_token = False
 
     @property
     def url(self) -> str:
@@ -62,7 +63,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send({})
 
     def do_GET(self) -> None:
-        self._send({"id": REPO, "sha": "0" * 40, "siblings": []})
+        if self.server.forgot_token and self.path == "/api/whoami-v2":
+            return self._send({"error": "Invalid credentials"}, 401)
+        return self._send({"id": REPO, "sha": "0" * 40, "siblings": []})
 
     def do_POST(self) -> None:
         hub, body = self.server, self._body()
@@ -128,6 +131,31 @@ def test_every_file_of_the_export_arrives(hub: Hub, export: Path) -> None:
     assert set(hub.objects) == {digest}
     assert hub.created[0]["visibility"] == "private"
     assert hub.tokens >= {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "forgot", "message"),
+    [
+        ("a/b/c", "hf_secret", False, "--push-to-hub a/b/c: "),
+        ("agent", "hf_secret", False, "--push-to-hub agent: write OWNER/NAME"),
+        (REPO, None, False, "no token for the Hub: set HF_TOKEN"),
+        (REPO, "hf_old", True, "the Hub refuses me/agent or cannot be reached: "),
+    ],
+)
+def test_upload_that_cannot_succeed_is_refused_before_the_export(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repo: str, token: str | None, forgot: bool, message: str
+) -> None:
+    def export_checkpoint(*_: object) -> None:
+        raise AssertionError("the export has started")
+
+    monkeypatch.setattr("arpo_megatron.launch.job.export_checkpoint", export_checkpoint)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    hub.forgot_token = forgot
+    (tmp_path / "config.yaml").write_text("name: test\n")
+    with pytest.raises(UserError) as error:
+        run_command(["export", str(tmp_path), "--push-to-hub", repo])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert hub.created == []
 
 
 def test_what_fails_is_one_line(hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
