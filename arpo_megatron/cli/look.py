@@ -51,15 +51,15 @@ def status(
             found = runs.print_status(run, cluster)
     if found:
         name = runs.address(found[-1])
-        next_command(f"arpo status {name}" if run is None else f"arpo logs {name}")
+        next_command("arpo", "status" if run is None else "logs", name)
     elif rows:
-        next_command(f"arpo status {folder / rows[-1][0]}")
+        next_command("arpo", "status", folder / rows[-1][0])
     elif cluster is not None:
         print(f"no run was submitted to {cluster}: `arpo submit` starts one")
-        next_command(f"arpo submit RECIPE --cluster {cluster}")
+        next_command("arpo", "submit", "RECIPE", "--cluster", cluster)
     else:
         print(f"no run exists in {folder}{'' if run else ', and none was submitted'}: `arpo demo` starts one")
-        next_command("arpo demo")
+        next_command("arpo", "demo")
 
 
 @app.command(rich_help_panel=Panel.LOOK)
