@@ -60,20 +60,12 @@ LAYOUTS = {
 REPRESENTATIVES = {
     "alone": [("all terms", "tied"), ("weighted", "untied"), ("adamw", "experts")],
     "recomputed": [("all terms", "experts")],
-    "recomputed modules": [("clip", "untied")],
-    "recomputed layers": [("clip", "experts")],
     "tensor": [("clip", "tied")],
-    "selective recomputation": [("clip", "experts")],
-    "data, distributed optimizer": [("weighted", "experts"), ("adamw", "tied")],
+    "data, distributed optimizer": [("adamw", "tied")],
     "context": [("sequence", "tied")],
-    "pipeline": [("sequence", "tied")],
     "interleaved pipeline": [("all terms", "experts")],
-    "experts, distributed optimizer": [("replayed", "experts")],
     "experts over context ranks, recomputed": [("replayed", "experts")],
     "tensor x pipeline": [("adamw", "untied")],
-    "interleaved pipeline of four": [("clip", "deep")],
-    "experts x interleaved pipeline": [("clip", "experts")],
-    "tensor x context": [("weighted", "tied")],
     "experts x tensor": [("clip", "experts")],
 }
 """Problems and families of the short run: each way to divide a model, products of them, each loss and packing."""
@@ -92,11 +84,17 @@ MORE = {
     "sequence": {
         "alone": "tied",
         "data": "untied",
+        "pipeline": "tied",
         "experts": "experts",
         "tensor x pipeline": "untied",
     },
-    "weighted": {"pipeline": "untied"},
-    "replayed": {"pipeline": "experts", "experts": "experts", "experts over tensor ranks": "experts"},
+    "weighted": {"pipeline": "untied", "data, distributed optimizer": "experts", "tensor x context": "tied"},
+    "replayed": {
+        "pipeline": "experts",
+        "experts": "experts",
+        "experts, distributed optimizer": "experts",
+        "experts over tensor ranks": "experts",
+    },
     "adamw": {"experts": "experts", "experts x tensor": "experts"},
 }
 """Families by problem and layout that the full run adds to `clip` for every family and to `REPRESENTATIVES`."""

@@ -24,7 +24,8 @@ ARPO = [sys.executable, "-m", "arpo_megatron"]
 SEED = 7
 SHORT_SFT = ("sft.steps=120",)
 """Overrides of a cold start after which the model calls tools, though not well."""
-SHORT = ["train.tasks_per_step=4", "evaluation.before=false", "evaluation.after=false"]
+TASKS = 4
+SHORT = [f"train.tasks_per_step={TASKS}", "evaluation.before=false", "evaluation.after=false"]
 """Overrides that make a step of the quickstart take seconds."""
 TWO_RANKS = ["parallel.tensor=2", "parallel.sequence=true"]
 AHEAD = ["rollout.max_staleness=1"]
@@ -68,6 +69,19 @@ def trained(run: Path) -> list[StoredTree]:
     """Read the trees of all steps, without the dropped ones."""
     files = sorted((run / "trees").iterdir())
     return [item for path in files for item in read_trees(path) if item.dropped is None]
+
+
+def check_steps(run: Path, steps: int) -> None:
+    """Check that every step of a `SHORT` job trained its trees, none lost and none twice, on weights the engine has."""
+    rows = rows_of(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert all(row["trees"] == TASKS and not row["dropped/failed"] for row in rows)
+    # Also after a restart, although the files of the engine have the weights of step 0. None: all samples were stale.
+    assert all(row["logprob_gap"] is None or row["logprob_gap"] < 1e-3 for row in rows)
+    assert sorted(path.name for path in (run / "trees").iterdir()) == [
+        f"step_00000{step}.parquet" for step in range(1, steps + 1)
+    ]
+    assert len({item.tree.task_id for item in trained(run)}) == steps * TASKS
 
 
 def journal_of(run: Path, step: int) -> StepSnapshot | None:

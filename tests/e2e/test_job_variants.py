@@ -7,11 +7,10 @@ import pytest
 
 from arpo_megatron.monitor.tree_store import read_trees
 from arpo_megatron.tree import Role
-from tests.e2e.jobs import AHEAD, SHORT, TWO_RANKS, quickstart, rows_of, run_to_end, trained, undocumented
+from tests.e2e.jobs import AHEAD, SHORT, TASKS, TWO_RANKS, quickstart, rows_of, run_to_end, trained, undocumented
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
 
-TASKS = 4
 SAMPLES = 8  # of the recipe
 GRPO = ["algorithm.name=grpo", "sync.transport=disk", "sync.bucket_mib=1"]
 
