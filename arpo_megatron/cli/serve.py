@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -92,32 +93,25 @@ def chat(
 ) -> None:
     """Talk to an agent in the terminal: its text as it is written, its tool calls, and their results.
 
-    An empty line ends the conversation.
+    An empty line ends the conversation. Exits with code 1 if every question failed.
     """
     from rich.console import Console
 
+    from arpo_megatron.evaluation.target import is_url
     from arpo_megatron.serving.chat import chat as talk
     from arpo_megatron.serving.chat import from_terminal
-
-    if dry_run:
-        from arpo_megatron.serving.serve import describe, plan
-
-        is_url = target.startswith(("http://", "https://"))
-        print(
-            f"talk to {target}"
-            if is_url
-            else "\n".join(describe(*plan(target, overrides or (), or_url=True), plain=False))
-        )
-        next_after_dry_run()
-        return
-    console = Console(highlight=False)
-    if target.startswith(("http://", "https://")):
-        talk(target, os.environ.get(TOKEN_VARIABLE, ""), console=console, read=from_terminal, show_entropy=show_entropy)
-        next_command("arpo", "chat", target)
-        return
-    from arpo_megatron.serving.serve import serving
+    from arpo_megatron.serving.serve import describe, plan, serving
     from arpo_megatron.view.server import listen
 
-    with serving(target, overrides or (), listen("127.0.0.1", 0)) as (url, key):
-        talk(url, key, console=console, read=from_terminal, show_entropy=show_entropy)
-    next_command("arpo", "serve", target, *(overrides or ()))
+    given = overrides or ()
+    if dry_run:
+        served = f"talk to {target}" if is_url(target) else describe(*plan(target, given, or_url=True), plain=False)
+        print(served if isinstance(served, str) else "\n".join(served))
+        next_after_dry_run()
+        return
+    at = nullcontext((target, os.environ.get(TOKEN_VARIABLE, "")))
+    with at if is_url(target) else serving(target, given, listen("127.0.0.1", 0)) as (url, key):
+        answered = talk(url, key, console=Console(highlight=False), read=from_terminal, show_entropy=show_entropy)
+    next_command("arpo", *(["chat", target] if is_url(target) else ["serve", target, *given]))
+    if not answered:
+        raise typer.Exit(1)

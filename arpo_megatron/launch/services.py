@@ -50,6 +50,11 @@ class Job:
     def __post_init__(self) -> None:
         self.events = EventReader(self.run.events)
 
+    def check(self) -> None:
+        """Show new events. Raises ProcessDiedError if a service has failed for good, and as `show_events` does."""
+        self.show_events()
+        self.supervisor.check()
+
     def show_events(self) -> None:
         """Show the events since the last call. Raises UserError if a rank has logged one."""
         for event in self.events.new():

@@ -98,6 +98,15 @@ class Agent:
     """Messages -> the text that the model is prompted with."""
     training_limits: RolloutLimits | None = None
     """The limits of training, for continuations of its trees; None: `limits`."""
+    vocabulary: int | None = None
+    """Number of token ids that the engine can read, at least those of `codec`; None: these."""
+
+    def check_ids(self, name: str, ids: object) -> None:
+        """Raise ValueError if a field of a request is no list of ids that the engine can read: others may end it."""
+        size = self.vocabulary or self.codec.vocabulary_size
+        if not isinstance(ids, list) or not all(isinstance(each, int) and 0 <= each < size for each in ids):
+            ids_of = f"this model's token ids is needed, 0 to {size - 1}"
+            raise ValueError(f"{name}: a list of {ids_of}; use the run's own model")
 
     async def answer(
         self,

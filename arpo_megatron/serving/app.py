@@ -2,7 +2,8 @@
 
 `content` is what the model writes, its calls included. The extension field `tool_steps` has each call's name,
 arguments, result, status and seconds; in a stream it comes as `delta.tool_steps`. With `logprobs`, each token also has
-the extension field `entropy`, in nats. `/v1/continuations` samples from the middle of a trajectory.
+the extension field `entropy`, in nats. `warnings` names parameters without effect. `/v1/continuations` samples from the
+middle of a trajectory.
 """
 
 import hmac
@@ -12,10 +13,10 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -29,6 +30,7 @@ from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
+from arpo_megatron.serving.requests import ChatRequest, check_plain, read_request
 from arpo_megatron.utils.own_names import is_own_name, is_same_origin
 from tools_sandbox.client import SandboxError
 
@@ -37,65 +39,9 @@ _REFUSED = (ValueError, EngineRefusedError)
 """The request cannot be answered."""
 _UNAVAILABLE = (aiohttp.ClientError, SandboxError, EngineUnavailableError, TimeoutError)
 """A service cannot be reached."""
+_NO_SEED = "seed has no effect: equal seeds give equal answers only on a GPU with engine.deterministic=true"
 _ANSWERS = "arpo_answers"
 """Key of a request's scope: the number of answers that it has in progress."""
-
-
-class PastStep(BaseModel):
-    """A tool call of an earlier answer; its other fields are ignored."""
-
-    result: str
-    offset: int = Field(ge=0)
-    """Number of characters of the answer before it."""
-
-
-class ChatMessage(BaseModel):
-    """A message of `/v1/chat/completions`."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-    tool_steps: list[PastStep] = []
-    """The tool calls of an answer of the agent, whose results its model has read."""
-
-
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "stop": (None, [], ""),
-    **dict.fromkeys(("tools", "functions"), (None, [])),
-    "tool_choice": (None, "auto"),
-    "function_call": (None, "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logit_bias": (None, {}),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens"), (None, 0)),
-    **dict.fromkeys(("top_k", "min_p", "repetition_penalty"), (None,)),
-}
-"""Parameters that would change the answer and that the agent does not honour: the values that change nothing."""
-
-
-class ChatRequest(BaseModel):
-    """The parameters of a chat completion that the agent honours.
-
-    Parameters that would change the answer (`_NEUTRAL`) are refused; others, such as `user`, are ignored.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-    messages: list[ChatMessage] = Field(min_length=1)
-    stream: bool = False
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    n: Literal[1] | None = None
-    logprobs: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_honoured(cls, values: Any) -> Any:
-        given = values if isinstance(values, dict) else {}
-        for name in given.keys() & _NEUTRAL.keys():
-            if given[name] not in _NEUTRAL[name]:
-                raise ValueError(f"the agent does not honour {name}; leave it out, or serve with --plain")
-        return values
 
 
 @dataclass(slots=True)
@@ -117,10 +63,12 @@ class Served:
     """System prompt of conversations that have none."""
     weights: str = ""
     """Where the weights come from, for readers."""
+    seeds: bool = False
+    """Whether equal seeds give equal answers."""
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("requests", "errors", "tool_calls"), 0))
     running: int = 0
 
-    def sampling_of(self, request: "ChatRequest | ContinuationRequest") -> Sampling:
+    def sampling_of(self, request: ChatRequest | ContinuationRequest) -> Sampling:
         """Return the sampling of a request: its values, else the defaults."""
         own = self.sampling
         return Sampling(
@@ -131,13 +79,23 @@ class Served:
             repetition_penalty=own.repetition_penalty,
         )
 
+    def warnings_of(self, request: ChatRequest | ContinuationRequest) -> dict[str, list[str]]:
+        """Return the extension field of an answer that names what it does not honour; {} if it honours everything."""
+        return {} if request.seed is None or self.seeds else {"warnings": [_NO_SEED]}
+
 
 def application(served: Served) -> Starlette:
     """Return the web application that answers OpenAI's routes for a served agent."""
 
+    entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo", "weights": served.weights}
+
     async def models(_: Request) -> Response:
-        entry = {"id": served.model, "object": "model", "created": 0, "owned_by": "arpo", "weights": served.weights}
         return JSONResponse({"object": "list", "data": [entry]})
+
+    async def model(request: Request) -> Response:
+        if (wanted := request.path_params["model"]) != served.model:
+            return _error(404, f"no model {wanted!r} is served here; there is {served.model}")
+        return JSONResponse(entry)
 
     async def health(_: Request) -> Response:
         try:
@@ -158,16 +116,12 @@ def application(served: Served) -> Starlette:
             if len(body) > MAX_BODY_BYTES:
                 return _error(413, f"the request has more than {MAX_BODY_BYTES} bytes")
         chat = request.url.path.endswith("/chat/completions")
-        wanted: ChatRequest | ContinuationRequest | None = None
         try:
-            if not chat:
-                wanted = ContinuationRequest.model_validate_json(body)
-            elif not served.plain:
-                wanted = ChatRequest.model_validate_json(body)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            place = f"{'.'.join(map(str, fault['loc']))}: " if fault["loc"] else ""
-            return _error(400, place + fault["msg"].removeprefix("Value error, "))
+            wanted = None if served.plain and chat else read_request(body, chat=chat)
+            if wanted is None:
+                check_plain(served.agent, body)
+        except ValueError as error:
+            return _error(400, str(error))
         answers = wanted.n if isinstance(wanted, ContinuationRequest) else 1
         if (refusal := _without_room(served, answers)) is not None:
             return refusal
@@ -185,6 +139,7 @@ def application(served: Served) -> Starlette:
         Route("/v1/chat/completions", generate, methods=["POST"]),
         Route("/v1/continuations", generate, methods=["POST"]),
         Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
         Route("/health", health),
         Route("/metrics", metrics),
     ]
@@ -236,8 +191,10 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
     most = wanted.max_completion_tokens or wanted.max_tokens
     events = served.agent.answer(messages, served.sampling_of(wanted), most, identity, logprobs=wanted.logprobs)
     head = {"id": identity, "created": int(time.time()), "model": served.model}
+    warnings = served.warnings_of(wanted)
     if wanted.stream:
-        return StreamingResponse(_stream(served, events, head, wanted.logprobs), media_type="text/event-stream")
+        parts = _stream(served, events, head, wanted.logprobs, warnings)
+        return StreamingResponse(parts, media_type="text/event-stream")
     text, steps = "", []
     tokens: list[SampledToken] = []
     async with _failing(served) as failed:
@@ -256,7 +213,8 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
     message = {"role": "assistant", "content": text, "tool_steps": steps}
     logprobs = _logprobs(served, tokens) if wanted.logprobs else None
     choice = {"index": 0, "message": message, "finish_reason": ended.reason, "logprobs": logprobs}
-    return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(ended)})
+    answer = {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(ended)}
+    return JSONResponse(answer | warnings)
 
 
 async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
@@ -268,7 +226,8 @@ async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
     if failed:
         return failed[0]
     text = served.agent.codec.decode(wanted.token_ids)
-    return JSONResponse({"model": served.model, "weights": served.weights, "text": text, "continuations": found})
+    answer = {"model": served.model, "weights": served.weights, "text": text, "continuations": found}
+    return JSONResponse(answer | served.warnings_of(wanted))
 
 
 @asynccontextmanager
@@ -302,10 +261,17 @@ def _logprobs(served: Served, tokens: Sequence[SampledToken]) -> dict[str, Any]:
 
 
 async def _stream(
-    served: Served, events: AsyncIterator[Any], head: Mapping[str, Any], logprobs: bool
+    served: Served,
+    events: AsyncIterator[Any],
+    head: Mapping[str, Any],
+    logprobs: bool,
+    warnings: Mapping[str, list[str]],
 ) -> AsyncIterator[str]:
     def chunk(
-        delta: Mapping[str, Any], reason: str | None = None, tokens: Sequence[SampledToken] = (), **more: Any
+        delta: Mapping[str, Any],
+        reason: str | None = None,
+        tokens: Sequence[SampledToken] = (),
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         if logprobs and tokens:
@@ -316,7 +282,7 @@ async def _stream(
     written = 0
 
     try:
-        yield chunk({"role": "assistant", "content": ""})
+        yield chunk({"role": "assistant", "content": ""}, more=warnings)
         async for event in events:
             match event:
                 case TextDelta():
@@ -326,7 +292,7 @@ async def _stream(
                     served.counts["tool_calls"] += 1
                     yield chunk({"tool_steps": [{**event.to_dict(), "offset": written}]})
                 case Ended():
-                    yield chunk({}, event.reason, usage=_usage(event))
+                    yield chunk({}, event.reason, more={"usage": _usage(event)})
     except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
         yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n"

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.tree_view import printable
+from arpo_megatron.utils.chat_client import with_version
 
 _SHADES = ((1.5, "bold red"), (0.7, "red"), (0.2, "yellow"))
 """Least entropy in nats of each color."""
@@ -18,11 +19,11 @@ Read = Callable[[], str | None]
 """Returns the user's next message; None ends the conversation."""
 
 
-def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool = False) -> None:
-    """Hold a conversation until `read` returns None.
+def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool = False) -> bool:
+    """Hold a conversation until `read` returns None. Return False if there were questions, and none has an answer.
 
     Args:
-        url: base address of the interface, with `/v1`.
+        url: address of the interface, with or without `/v1`.
         key: its token.
         console: receives the model's text, tool calls and results.
         read: the user.
@@ -31,12 +32,13 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
     Raises:
         UserError: nothing answers at the address, or it refuses the token.
     """
-    client = openai.OpenAI(base_url=url, api_key=key or "none", max_retries=0)
+    client = openai.OpenAI(base_url=with_version(url), api_key=key or "none", max_retries=0)
     try:
         model = client.models.list().data[0].id
     except (openai.APIError, IndexError) as error:
         raise UserError(f"{url} does not answer as a chat server: {error}") from None
     messages: list[Any] = []
+    failed = False
     while (said := read()) is not None:
         messages.append({"role": "user", "content": said})
         try:
@@ -44,9 +46,11 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
         except openai.APIError as error:
             console.print(Text(f"error: {_harmless(str(error))}", "red"))
             messages.pop()
+            failed = True
             continue
         console.print()
         messages.append(answer)
+    return bool(messages) or not failed
 
 
 def _answer(

@@ -61,9 +61,7 @@ async def continuations(agent: Agent, sampling: Sampling, wanted: ContinuationRe
         ValueError: there is no room for another token, or a token id is not in the vocabulary.
         EngineRefusedError, aiohttp.ClientError, SandboxError: a service failed.
     """
-    size = agent.codec.vocabulary_size
-    if not all(0 <= token < size for token in wanted.token_ids):
-        raise ValueError(f"token_ids: this agent's vocabulary has ids 0 to {size - 1}; use the run's own model")
+    agent.check_ids("token_ids", wanted.token_ids)
     history = CallHistory(tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in wanted.calls))
     start = Start(wanted.token_ids, wanted.prompt_tokens, history)
     first = secrets.randbelow(2**30) if wanted.seed is None else wanted.seed

@@ -21,6 +21,7 @@ from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
 from arpo_megatron.evaluation.prompts import Tools
 from arpo_megatron.evaluation.target import EvalTarget, eval_config, is_url, model_target
+from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
 from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
@@ -132,7 +133,7 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
             listening, address = bind()
             print(f"{address}/v1", flush=True)
             job.progress.next_command("arpo", "chat", f"{address}/v1")
-            asyncio.run(server.run(listening, job.supervisor.check))
+            asyncio.run(server.run(listening, job.check))
     print("ended by a signal, with the engine and the tool service", file=sys.stderr)
 
 
@@ -145,7 +146,7 @@ def serving(
     request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=concurrency)
     with listening, agent_services(found, config) as (job, ready):
         server = _Server(request, found, config, ready)
-        thread = threading.Thread(target=lambda: asyncio.run(server.run(listening, job.supervisor.check)), daemon=True)
+        thread = threading.Thread(target=lambda: asyncio.run(server.run(listening, job.check)), daemon=True)
         thread.start()
         host, port = listening.getsockname()[:2]
         try:
@@ -182,6 +183,7 @@ class _Server:
                 plain=request.plain,
                 system=system_prompt(target, config),
                 weights=weights(target),
+                seeds=config.engine.deterministic and gpu_count(config.platform) > 0,
             )
             settings = uvicorn.Config(
                 application(served),
@@ -236,7 +238,16 @@ async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> 
             TokenizerCodec(target.model),
             prompt_of(target.model, protocol),
             replace(RolloutLimits.training(config), protocol=protocol),
+            vocabulary_of(target.model),
         )
+
+
+def vocabulary_of(model: Path) -> int | None:
+    """Return the number of token ids that an engine of the model accepts: its embeddings; None if they are unknown."""
+    config = read_json(model / "config.json", "name a Hugging Face model")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def prompt_of(model: Path, protocol: CallProtocol) -> Callable[[Sequence[dict[str, str]]], str]:

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -19,6 +20,11 @@ MAX_REPLY_BYTES = 16 * 2**20
 """Largest unpacked body; a completion of 100,000 tokens takes less than one of these megabytes."""
 MAX_TOKENS = 10**7
 """Longer than any context: larger token counts of a server are ignored."""
+
+
+def with_version(url: str) -> str:
+    """Return the base address of OpenAI's protocol: the server's own with `/v1`, unless it has a path already."""
+    return url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
 
 
 class UnreadableReplyError(Exception):

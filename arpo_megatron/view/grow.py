@@ -19,6 +19,7 @@ from arpo_megatron.rollout.limits import LIMIT
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tree import Role, RolloutTree, ToolRecord
+from arpo_megatron.utils.chat_client import with_version
 from arpo_megatron.view.rows import Row
 from arpo_megatron.view.tree_page import Decode, rounded, segment_row
 
@@ -31,7 +32,7 @@ class Grower:
     """A served agent (`arpo serve`) that samples continuations."""
 
     url: str
-    """Its address, with `/v1`."""
+    """Its address, with or without `/v1`."""
     token: str
     """Its bearer token; empty: it needs none."""
 
@@ -48,7 +49,7 @@ class Grower:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             answer = httpx.request(
-                method, f"{self.url.rstrip('/')}{path}", json=body, headers=headers, timeout=_TIMEOUT_S
+                method, f"{with_version(self.url)}{path}", json=body, headers=headers, timeout=_TIMEOUT_S
             )
             content: dict[str, Any] = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -4,10 +4,11 @@ import asyncio
 import io
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,15 +19,25 @@ import uvicorn
 from aiohttp import web
 from rich.console import Console
 
+from arpo_megatron.cli.main import run_command
+from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation.target import EvalTarget, TargetKind
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.launch.services import Job
+from arpo_megatron.launch.supervisor import ProcessDiedError, Supervisor
+from arpo_megatron.monitor.events import EventLog
+from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
+from arpo_megatron.serving import serve
 from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.serving.chat import chat
 from arpo_megatron.tasks.protocols.base import TextCodec
 from arpo_megatron.tasks.protocols.hermes import HermesProtocol
+from arpo_megatron.view.grow import Grower
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
 from tests.tools_sandbox.helpers.served import serving
@@ -48,6 +59,7 @@ def served(
     token: str | None = TOKEN,
     plain: bool = False,
     prompt: Callable[[Any], str] = lambda messages: messages[-1]["content"],
+    vocabulary: int | None = None,
 ) -> Iterator[str]:
     """Serve an agent from a thread; yield its address."""
     listening = socket.create_server(("127.0.0.1", 0))
@@ -56,7 +68,7 @@ def served(
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            agent = Agent(session, engine_url, None, tools, limits, codec, prompt)
+            agent = Agent(session, engine_url, None, tools, limits, codec, prompt, vocabulary=vocabulary)
             app = application(Served(agent, "agent", Sampling(), token, concurrency, plain, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()
@@ -191,6 +203,78 @@ def test_answer_that_the_engine_aborts_is_an_error(scripted_engine: Start, sandb
         client(url).chat.completions.create(model="agent", messages=QUESTION)
 
 
+@contextmanager
+def plain_engine(asked: list[Any]) -> Iterator[str]:
+    """Double for SGLang, which notes what it is asked."""
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"choices": []})
+
+    engine = web.Application()
+    engine.router.add_post("/v1/chat/completions", complete)
+    with serving(engine) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "stop_token_ids"])
+def test_ids_outside_the_vocabulary_do_not_reach_the_engine(sandbox_url: str, name: str) -> None:
+    """SGLang's scheduler dies of a negative id."""
+    asked: list[Any] = []
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with plain_engine(asked) as engine, served(engine, sandbox_url, plain=True, vocabulary=120) as url:
+
+        def ask(ids: Any) -> httpx.Response:
+            return httpx.post(f"{url}/v1/chat/completions", json={name: ids}, headers=headers, timeout=60)
+
+        for ids in ([-1], [5, 120], ["-1"], [2**70], [[5]], {"0": 1}, 7):
+            answer = ask(ids)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == (
+                f"{name}: a list of this model's token ids is needed, 0 to 119; use the run's own model"
+            )
+        assert asked == [] and (ask([0, 119]).status_code, ask(None).status_code) == (200, 200)
+        assert httpx.post(f"{url}/v1/chat/completions", content=b"{", headers=headers).status_code == 500
+    assert asked == [{name: [0, 119]}, {name: None}]
+
+
+def test_ids_of_the_engine_are_those_of_the_models_embeddings(tmp_path: Path) -> None:
+    """A tokenizer may have fewer."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
+    assert serve.vocabulary_of(tmp_path) == 151936
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 64}}')
+    assert serve.vocabulary_of(tmp_path) == 64
+
+
+def test_seed_that_has_no_effect_is_noted_in_the_answer(address: str) -> None:
+    answer = client(address).chat.completions.create(model="agent", messages=QUESTION, seed=3)
+    (warning,) = (answer.model_extra or {})["warnings"]
+    assert warning.startswith("seed has no effect:")
+    chunks = list(client(address).chat.completions.create(model="agent", messages=QUESTION, seed=3, stream=True))
+    assert [(chunk.model_extra or {}).get("warnings") for chunk in chunks] == [[warning]] + [None] * (len(chunks) - 1)
+    assert "warnings" not in (
+        client(address).chat.completions.create(model="agent", messages=QUESTION).model_extra or {}
+    )
+    body = {"token_ids": CODEC.encode(PROMPT), "prompt_tokens": len(PROMPT), "seed": 3}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert httpx.post(f"{address}/v1/continuations", json=body, headers=headers).json()["warnings"] == [warning]
+
+
+def test_message_of_text_parts_is_their_text(address: str) -> None:
+    parts: Any = [{"type": "text", "text": PROMPT[:3]}, {"type": "text", "text": PROMPT[3:]}]
+    answer = client(address).chat.completions.create(model="agent", messages=[{"role": "user", "content": parts}])
+    assert answer.choices[0].message.content == WRITTEN
+    image: Any = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content: only text parts can be read"):
+        client(address).chat.completions.create(model="agent", messages=[{"role": "user", "content": image}])
+
+
+def test_model_can_be_asked_for_by_its_id(address: str) -> None:
+    assert client(address).models.retrieve("agent").id == "agent"
+    with pytest.raises(openai.NotFoundError, match="no model 'others/other' is served here; there is agent"):
+        client(address).models.retrieve("others/other")
+
+
 def test_limit_of_answers_holds_for_requests_that_are_passed_through(sandbox_url: str) -> None:
     asked, release = threading.Event(), threading.Event()
 
@@ -262,6 +346,45 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
         assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(place)
 
 
+class Restarting(Supervisor):
+    """Doubles for a supervisor whose engine is restarted once, and then fails for good."""
+
+    checks_left = 2
+
+    def check(self) -> None:
+        if self.checks_left == 0:
+            raise ProcessDiedError("engine was killed by SIGKILL, after 1 restarts")
+        if self.checks_left == 2:
+            EventLog(self._logs / "events.jsonl").emit(
+                "restart", service="engine", state="down", text="engine was killed by SIGKILL; restart 1 of 1 in 1 s"
+            )
+        self.checks_left -= 1
+
+
+def test_restarts_of_services_are_shown_while_an_agent_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = io.StringIO()
+    job = Job(
+        JobConfig(name="test"), RunDirectory(tmp_path), Restarting(tmp_path), Progress(Console(file=shown, width=200))
+    )
+    agent = Agent(None, "", None, None, LIMITS, CODEC, lambda _: "")  # type: ignore[arg-type]  # no request comes
+
+    @asynccontextmanager
+    async def open_agent(*_: object) -> AsyncIterator[Agent]:
+        yield agent
+
+    monkeypatch.setattr(
+        serve, "plan", lambda *_: (EvalTarget(TargetKind.MODEL, "agent", model=tmp_path), JobConfig(name="test"))
+    )
+    monkeypatch.setattr(serve, "agent_services", lambda *_: nullcontext((job, None)))
+    monkeypatch.setattr(serve, "open_agent", open_agent)
+    request = serve.ServeRequest("agent", (), plain=False, token=None, concurrency=1)
+    with pytest.raises(ProcessDiedError):
+        serve.serve(request, lambda: (socket.create_server(("127.0.0.1", 0)), "http://127.0.0.1"))
+    assert shown.getvalue().count("engine was killed by SIGKILL; restart 1 of 1 in 1 s") == 1
+
+
 def test_second_turn_has_the_results_of_the_first(scripted_engine: Start, sandbox_url: str) -> None:
     engine = scripted_engine(ScriptedEngine(lambda text: planned(*PLAN)(text) if text.count("?") < 2 else "Again."))
     said = iter([PROMPT, "And?", None])
@@ -286,6 +409,24 @@ def test_chat_shows_text_calls_and_results(address: str) -> None:
     assert PLAN[2] in shown and "python ok in" in shown and "  | 2\n" in shown
     with pytest.raises(UserError, match="does not answer as a chat server"):
         chat(f"{address}/v1", "other", console=console, read=lambda: None)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_chat_takes_the_address_with_and_without_v1(address: str, suffix: str) -> None:
+    said = iter([PROMPT, None])
+    console = Console(file=io.StringIO(), width=200)
+    assert chat(f"{address}{suffix}", TOKEN, console=console, read=lambda: next(said))
+    assert Grower(f"{address}{suffix}", TOKEN).weights() == "export, step 4"
+
+
+@pytest.mark.parametrize(("questions", "code"), [(["x" * 2000], 1), (["x" * 2000, PROMPT], 0), ([], 0)])
+def test_conversation_in_which_every_question_failed_has_exit_code_1(
+    address: str, monkeypatch: pytest.MonkeyPatch, questions: list[str], code: int
+) -> None:
+    said = iter([*questions, None])
+    monkeypatch.setattr("arpo_megatron.serving.chat.from_terminal", lambda: next(said))
+    monkeypatch.setenv("ARPO_SERVE_TOKEN", TOKEN)
+    assert run_command(["chat", address]) == code
 
 
 def test_chat_colors_text_by_its_entropy(address: str) -> None:

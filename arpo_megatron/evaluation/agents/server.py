@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -280,7 +279,7 @@ class ServerAgent:
 def connected(url: str, config: JobConfig) -> openai.AsyncOpenAI:
     """Return a client of the server, an async context manager."""
     return chat_client.open_client(
-        url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1",
+        chat_client.with_version(url),
         key=os.environ.get(KEY_VARIABLE),
         deadline_s=config.engine.request_timeout_s,
         retries=math.ceil(config.engine.retry_for_s / _BACKOFF_S),
