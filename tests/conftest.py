@@ -29,8 +29,11 @@ hypothesis.settings.load_profile("same")
 
 ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
 LONGEST_FIRST = (
-    *("tests/e2e/", "tests/cluster/test_on_slurm.py", "tests/rollout/", "tests/engine/", "tests/weights/"),
-    *("tests/tools_sandbox/test_load.py", "tests/tools_sandbox/test_attacks.py", "tests/actor/", "tests/evaluation/"),
+    # One of each kind for the workers that begin. The end-to-end tests share a cold start, which the first one makes.
+    *("tests/e2e/test_demo.py", "tests/cluster/test_on_slurm.py", "tests/rollout/test_faults.py"),
+    *("tests/actor/test_exactness.py", "tests/weights/test_push.py", "tests/rollout/test_trees_on_sglang.py"),
+    *("tests/e2e/", "tests/engine/", "tests/tools_sandbox/test_load.py", "tests/tools_sandbox/test_attacks.py"),
+    *("tests/weights/", "tests/actor/", "tests/evaluation/", "tests/rollout/"),
 )
 CAMPAIGNS = ("slow_campaign", "slurm_campaign")
 

@@ -66,7 +66,7 @@ def test_interpreter_without_verifiers_is_refused_before_the_start(tmp_path: Pat
     (tmp_path / "env.toml").write_text('[taskset]\nid = "x"\n')
     params = f"{{config: {tmp_path / 'env.toml'}, python: {sys.executable}}}"
     overrides = ["rollout.environment=verifiers", f"rollout.environment_params={params}", "reward.kind=environment"]
-    config = resolve.resolve("quickstart", overrides=[*overrides, "rollout.protocol=template"])
+    config = resolve.resolve("quickstart", overrides=overrides)
     with pytest.raises(UserError, match=r"cannot import verifiers 0\.4 or later \(ModuleNotFoundError: .*pip install"):
         check_tools(config, RunDirectory(tmp_path))
 
