@@ -51,8 +51,7 @@ from arpo_megatron.rollout.lost_branches import (
 )
 from arpo_megatron.rollout.node import Node, build_tree
 from arpo_megatron.rollout.tree_client import TreeClient
-from arpo_megatron.tasks.protocols.base import Malformed
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP, ends_inside_stop, find_stop
+from arpo_megatron.tasks.tags.calls import ends_inside_stop, find_stop
 from arpo_megatron.tree import FAILED_CALL, Finish, Float32Array, Int32Array, Role, RolloutTree
 
 
@@ -230,10 +229,13 @@ class TreeGrower:
 
         last = self._write_segment(start.node, generations)
         ids, entropies = np.concatenate([each.token_ids for each in generations]), _entropies(generations)
-        last.finish, call, history = await self._interpret(start, generations[-1].finish, matched, ids)
+        text = self._context.codec.decode((ids[:-1] if matched is None else ids).tolist())
+        left = self._max_length - len(start.prefix) - len(ids)
+        turn = await self._context.limits.read_turn(text, generations[-1].finish, matched, start.history, left)
+        last.finish = turn.finish
         first = entropies if start.start_entropies is None else start.start_entropies
         prefix = np.concatenate([start.prefix, ids])
-        return _SampledSegment(last, prefix, start.forks, first, entropies, history, call)
+        return _SampledSegment(last, prefix, start.forks, first, entropies, turn.history, turn.call)
 
     async def _extend(
         self, start: BranchStart, generations: list[Generation], tokens: int, measured: int = 0
@@ -322,24 +324,6 @@ class TreeGrower:
             if each.routes is not None:
                 node.store_routes(end - 1, each.routes)
         return node
-
-    async def _interpret(
-        self, start: BranchStart, finish: EngineFinish, matched: str | None, ids: Int32Array
-    ) -> tuple[Finish, AnsweredCall | None, CallHistory]:
-        """Return why a segment ended, its tool call if the path continues, and the calls of the path."""
-        limits, history = self._context.limits, start.history
-        if matched is None and finish is not EngineFinish.END_TOKEN:
-            return Finish.LENGTH, None, history
-        if matched == ANSWER_STOP:
-            return Finish.END, None, history
-        written = ids[:-1] if matched is None else ids
-        call = await limits.protocol.read_call(self._context.codec.decode(written.tolist()), matched)
-        if call is None:
-            return Finish.END, None, history
-        if isinstance(call, Malformed):
-            return Finish.MALFORMED, None, history
-        admitted = limits.admit(call, history, self._max_length - len(start.prefix) - len(ids))
-        return (Finish.CALL_LIMIT, None, history) if admitted is None else (Finish.TOOL_CALL, *admitted)
 
     async def _call_tool(self, segment: _SampledSegment, call: AnsweredCall) -> BranchStart | None:
         """Call the tool and add the TOOL segment; return the start of the next MODEL segment, None if the path ends.

@@ -1,4 +1,4 @@
-"""Limits of a trajectory, and the calls that they allow. Pure."""
+"""Limits of a trajectory, and what they make of a turn of the model. Training and serving share them."""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar
 
 from arpo_megatron.config import EvalConfig, JobConfig
-from arpo_megatron.tasks.protocols.base import CallProtocol, InvalidCall, Notice, ToolCall
+from arpo_megatron.engine.request import EngineFinish
+from arpo_megatron.tasks.protocols.base import CallProtocol, InvalidCall, Malformed, Notice, ToolCall
 from arpo_megatron.tasks.tags.calls import ANSWER_STOP
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
+from arpo_megatron.tree import Finish
 
 T = TypeVar("T")
 
@@ -29,6 +31,17 @@ class CallHistory:
 
 
 NO_CALLS = CallHistory()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """How a turn of the model ended."""
+
+    finish: Finish
+    history: CallHistory
+    """The calls of the path, that of this turn included."""
+    call: AnsweredCall | None = None
+    """The call to answer; None if the trajectory ends with the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,32 @@ class RolloutLimits:
         """The tools whose equal calls in a tree share one execution."""
         cached = {tool.name for tool in self.protocol.tools if tool.cacheable}
         return frozenset(cached | set(self.deterministic_tools))
+
+    async def read_turn(
+        self, text: str, finish: EngineFinish, matched: str | None, history: CallHistory, room: int
+    ) -> TurnEnd:
+        """Return how a turn ended, and the call that its text makes.
+
+        Args:
+            text: the turn, without an end token.
+            finish: why the engine stopped.
+            matched: stop string with which the turn ends.
+            history: calls of the path before it.
+            room: tokens that the trajectory may still have after it.
+        """
+        if matched is None and finish is not EngineFinish.END_TOKEN:
+            return TurnEnd(Finish.LENGTH, history)
+        if matched == ANSWER_STOP:
+            return TurnEnd(Finish.END, history)
+        call = await self.protocol.read_call(text, matched)
+        if call is None:
+            return TurnEnd(Finish.END, history)
+        if isinstance(call, Malformed):
+            return TurnEnd(Finish.MALFORMED, history)
+        if (admitted := self.admit(call, history, room)) is None:
+            return TurnEnd(Finish.CALL_LIMIT, history)
+        allowed, after = admitted
+        return TurnEnd(Finish.TOOL_CALL, after, allowed)
 
     def admit(
         self, call: ToolCall | InvalidCall, history: CallHistory, room: int

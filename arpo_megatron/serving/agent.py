@@ -16,10 +16,9 @@ import aiohttp
 from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineFinish, Sampling
 from arpo_megatron.engine.stream import StreamedTokens, stream_generation
-from arpo_megatron.rollout.limits import NO_CALLS, CallHistory, RolloutLimits
+from arpo_megatron.rollout.limits import NO_CALLS, AnsweredCall, CallHistory, RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
-from arpo_megatron.tasks.protocols.base import Malformed, Reading, TextCodec, ToolCall
-from arpo_megatron.tasks.tags.calls import ANSWER_STOP
+from arpo_megatron.tasks.protocols.base import TextCodec, ToolCall
 from arpo_megatron.tree import Finish
 
 _REPLACEMENT = "\ufffd"
@@ -182,39 +181,28 @@ class Agent:
             state.sampled += len(streamed.token_ids)
             state.version = streamed.weight_version
             state.ids.extend(streamed.token_ids)
-            if streamed.finish is EngineFinish.CUT_SHORT:
+            if streamed.finish in (None, EngineFinish.CUT_SHORT):
                 raise EngineUnavailableError("the engine aborted the answer: ask again")
-            stop = streamed.matched
-            if streamed.finish is EngineFinish.LENGTH or stop == ANSWER_STOP:
-                yield state.ended(Finish.LENGTH if streamed.finish is EngineFinish.LENGTH else Finish.END)
+            read = await limits.read_turn(turn.text, streamed.finish, streamed.matched, state.history, state.left)
+            state.history = read.history
+            if read.call is None:
+                yield state.ended(read.finish)
                 return
-            step = await self._call(await limits.protocol.read_call(turn.text, stop), state, trajectory_id)
-            if isinstance(step, Finish):
-                yield state.ended(step)
-                return
+            step = await self._answer_call(read.call, trajectory_id)
             yield step
             state.ids.extend(step.token_ids)
         yield state.ended(Finish.LENGTH)
 
-    async def _call(self, call: Reading, state: "_State", trajectory_id: str) -> ToolStep | Finish:
-        """Answer a call, or return why the answer ends."""
-        if call is None:
-            return Finish.END
-        if isinstance(call, Malformed):
-            return Finish.MALFORMED
-        admitted = self.limits.admit(call, state.history, state.left)
-        if admitted is None:
-            return Finish.CALL_LIMIT
-        allowed, state.history = admitted
-        if not isinstance(allowed, ToolCall):
-            return ToolStep(allowed.tool, {}, allowed.result, allowed.status, 0.0, self._tokens(allowed.result))
+    async def _answer_call(self, call: AnsweredCall, trajectory_id: str) -> ToolStep:
+        if not isinstance(call, ToolCall):
+            return ToolStep(call.tool, {}, call.result, call.status, 0.0, self._tokens(call.result))
         began = time.monotonic()
-        arguments = dict(allowed.arguments)
+        arguments = dict(call.arguments)
         answer = await self.tools.call(
-            allowed.tool, arguments, trajectory_id=trajectory_id, timeout_s=self.limits.tool_timeout_s
+            call.tool, arguments, trajectory_id=trajectory_id, timeout_s=self.limits.tool_timeout_s
         )
         seconds = round(time.monotonic() - began, 3)
-        return ToolStep(allowed.tool, arguments, answer.text, answer.status, seconds, self._tokens(answer.text))
+        return ToolStep(call.tool, arguments, answer.text, answer.status, seconds, self._tokens(answer.text))
 
     def _tokens(self, result: str) -> tuple[int, ...]:
         return tuple(self.limits.protocol.result_frame().tokens(result, self.codec, self.limits.max_tool_tokens))
