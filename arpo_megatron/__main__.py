@@ -7,7 +7,7 @@ import sys
 
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import ProcessDiedError
-from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals
+from arpo_megatron.utils.signals import Interrupted, end_on_signals, interrupt_on_signals
 
 _RESUME = "the same command with --resume continues from the last step"
 
@@ -22,11 +22,14 @@ def _resume_hint() -> str:
 
 def main() -> None:
     """Entry point. A `UserError` is one line on standard error and exit code 2; ctrl-C is exit code 130."""
+    interrupt_on_signals()
     try:
-        interrupt_on_signals()
-        from arpo_megatron.cli.main import run_command
+        try:
+            from arpo_megatron.cli.main import run_command
 
-        sys.exit(run_command(sys.argv[1:]))
+            sys.exit(run_command(sys.argv[1:]))
+        finally:
+            end_on_signals()
     except UserError as error:
         print(f"arpo: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)

@@ -1,12 +1,19 @@
 """Signals that ask this process to end: one exception for all of them, deferred or ignored where it must not come."""
 
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN_S = 0.02
+_Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
+_blocks: list[_Handler] = []
+"""The handlers of the blocks below that are entered. The last one holds at once, while the handlers of the process are
+exchanged one by one: a signal in the middle must not raise."""
 
 
 class Interrupted(BaseException):
@@ -47,8 +54,8 @@ def interrupts_held_back() -> Iterator[None]:
 def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
     """Call a function for each signal inside, instead of raising `Interrupted`. Main thread only.
 
-    A program that waits in an event loop ends through a flag: an exception that a handler raises in a finalizer (the
-    garbage collector may run one at any moment) is printed and lost.
+    A program that waits in an event loop ends through a flag: an exception that a handler raises in a callback of the
+    loop is logged and lost.
     """
     with _handled_by(lambda number, frame: function()):
         yield
@@ -62,20 +69,50 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
+def _handled_by(handler: _Handler) -> Iterator[None]:
+    before = dict[signal.Signals, Any]()
+    _blocks.append(handler)
     try:
+        for number in _INTERRUPTS:
+            before[number] = signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+        _blocks.pop()
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that all of them run the same clean-up."""
+    """Make SIGINT, SIGTERM and SIGHUP raise `Interrupted`, so that all of them run the same clean-up.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
+    One that is raised in a finalizer, which Python would print and forget, is raised again after it.
+    """
     for number in _INTERRUPTS:
-        signal.signal(number, interrupt)
+        signal.signal(number, _interrupt)
+    others = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is not Interrupted:
+            others(unraisable)
+            return
+        with suppress(RuntimeError):  # at the end of the interpreter there is nothing left to interrupt
+            main = threading.main_thread().ident
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = hook
+
+
+def end_on_signals() -> None:
+    """Undo `interrupt_on_signals` after all clean-up: a signal ends the process at once, and prints nothing."""
+    for number in _INTERRUPTS:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not _blocks:
+        raise Interrupted
+    if not isinstance(handler := _blocks[-1], signal.Handlers):
+        handler(number, frame)

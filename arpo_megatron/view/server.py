@@ -7,6 +7,7 @@ reach the server through a name of its own (DNS rebinding). With a token, a requ
 printed address sets, or as a bearer token. The content security policy allows only the server's own files.
 """
 
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -33,6 +34,7 @@ from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.static_files import static_file
 
 DEFAULT_PORT = 8750
+_OWN_HOSTS = "use 127.0.0.1, or 0.0.0.0 for all of its own"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -189,14 +191,27 @@ def listen(host: str, port: int | None) -> socket.socket:
     """
     try:
         family, _, _, _, _ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        try:
-            return socket.create_server((host, DEFAULT_PORT if port is None else port), family=family)
-        except OSError:
-            if port is not None:
-                raise
-            return socket.create_server((host, 0), family=family)
+    except OSError:
+        raise UserError(f"--host {host}: no machine is known by this name; {_OWN_HOSTS}") from None
+    wanted = DEFAULT_PORT if port is None else port
+    try:
+        return socket.create_server((host, wanted), family=family)
     except OSError as error:
-        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from None
+        if error.errno == errno.EADDRINUSE and port is None:
+            return listen(host, 0)
+        raise UserError(_refusal(error, host, wanted)) from None
+
+
+def _refusal(error: OSError, host: str, port: int) -> str:
+    """Return what is wrong with an address, and how to fix it."""
+    match error.errno:
+        case errno.EADDRNOTAVAIL | errno.EAFNOSUPPORT:
+            return f"--host {host}: this machine has no such address; {_OWN_HOSTS}"
+        case errno.EADDRINUSE:
+            return f"port {port} is in use on {host}: choose another --port, 0 for any free one"
+        case errno.EACCES:
+            return f"port {port} is reserved for the administrator: choose a --port from 1024"
+    return f"cannot listen on {host}, port {port}: {error.strerror}; choose another --host or --port"
 
 
 def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> None:

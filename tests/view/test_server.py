@@ -17,7 +17,7 @@ from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import find_runs, is_locked
-from arpo_megatron.view.server import application, is_loopback
+from arpo_megatron.view.server import application, is_loopback, listen
 from arpo_megatron.view.tree_page import token_texts
 from tests.view.stored_run import HOSTILE, STEPS, decode, grown, make_run, scored, tokenizer, trained, write_step
 
@@ -181,6 +181,35 @@ def test_only_loopback_goes_without_a_token() -> None:
         *(True, True, True),
         *(False, False, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        (
+            "203.0.113.7",
+            "--host 203.0.113.7: this machine has no such address; use 127.0.0.1, or 0.0.0.0 for all of its own",
+        ),
+        ("no such name", "--host no such name: no machine is known by this name; use 127.0.0.1"),
+    ],
+)
+@pytest.mark.parametrize("port", [None, 0])
+def test_host_that_cannot_be_used_is_blamed(host: str, message: str, port: int | None) -> None:
+    with pytest.raises(UserError) as error:
+        listen(host, port)
+    assert str(error.value).startswith(message)
+
+
+def test_port_in_use_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError, match=f"^port {port} is in use on 127.0.0.1: choose another --port, 0 for any free"
+        ):
+            listen("127.0.0.1", port)
+        monkeypatch.setattr("arpo_megatron.view.server.DEFAULT_PORT", port)
+        with listen("127.0.0.1", None) as other:
+            assert other.getsockname()[1] != port
 
 
 def test_page_follows_a_run(tmp_path: Path) -> None:
