@@ -54,9 +54,7 @@ def prompt_held_out(target: EvalTarget, config: JobConfig, reward: Reward, tasks
     held_out = data.held_out[: tasks or config.evaluation.tasks]
     scorer = held_out_scorer(reward, held_out, config.reward.success_threshold)
     return PromptedQuestions(
-        tasks=[
-            (Question(HELD_OUT, task.id, task.messages[-1]["content"], (task.ground_truth,)), task) for task in held_out
-        ],
+        tasks=[(Question(HELD_OUT, task.id, task.messages[-1]["content"], task.answers), task) for task in held_out],
         scorers={HELD_OUT: scorer},
         metrics={HELD_OUT: f"reward {config.reward.kind}"},
         decode=_decoder(tokenizer),

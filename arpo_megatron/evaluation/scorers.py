@@ -15,7 +15,7 @@ from arpo_megatron.rewards.base import ResponseGroup, Reward
 from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, released_question
 from arpo_megatron.rewards.math.verify import math_equal
-from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
+from arpo_megatron.rewards.qa import best, exact_match, token_f1, without_latex
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
@@ -158,8 +158,7 @@ def _math(question: Question, answer: str) -> tuple[float, bool]:
 
 def _f1(question: Question, answer: str) -> tuple[float, bool]:
     answer = without_latex(answer)
-    best = max(token_f1(answer, expected) for expected in question.answers)
-    return best, any(exact_match(answer, expected) for expected in question.answers)
+    return best(token_f1, answer, question.answers), bool(best(exact_match, answer, question.answers))
 
 
 def _judged(judge: AnswerCheck) -> Callable[[Question, str], tuple[float, bool]]:

@@ -18,6 +18,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.prompts import needs_definitions, save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, check_loads
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
@@ -28,7 +29,7 @@ from tools_sandbox.config import TOKEN_VARIABLE
 _OWN_PREFIX = "tools_sandbox: "
 """Start of the line in which the service names the reason why it cannot start."""
 _START_S = 120.0
-"""Seconds that the service may take until it is ready."""
+"""Seconds that the service, or a verifiers environment, may take until it is ready."""
 
 
 def check_isolation(config: JobConfig) -> list[str]:
@@ -78,11 +79,15 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
         Notes for the user.
 
     Raises:
-        UserError: the service does not start, or lacks a tool that the job names; or the interpreter of
-            rollout.environment=verifiers lacks that package.
+        UserError: the service does not start, or lacks a tool that the job names; or the environment of
+            rollout.environment=verifiers cannot be loaded.
     """
     if config.rollout.environment == "verifiers":
-        _check_verifiers(str(config.rollout.environment_params["python"]))
+        python, block = (Path(config.rollout.environment_params[name]).expanduser() for name in ("python", "config"))
+        try:
+            check_loads(python.absolute(), block.absolute(), _START_S)
+        except VerifiersError as error:
+            raise UserError(f"rollout.environment=verifiers: {error}") from None
     named = config.rollout.tools
     if needs_definitions(config) and named is None:
         save_definitions(run, DEFAULT_TOOLS)
@@ -101,20 +106,6 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
 
 def _has_own_tools(config: JobConfig) -> bool:
     return config.rollout.tools is not None or config.sandbox.file is not None
-
-
-def _check_verifiers(python: str) -> None:
-    command = [str(Path(python).expanduser()), "-P", "-c", "import aiohttp, verifiers.v1.utils.loaders"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise UserError(
-            f"rollout.environment_params.python={python} cannot import verifiers 0.4 or later ({reason}): "
-            "pip install 'verifiers>=0.4' there"
-        )
 
 
 def _offered(config: JobConfig, run: RunDirectory, log: Path, names_log: bool) -> dict[str, dict[str, object]]:

@@ -43,7 +43,7 @@ def sample_leaves(
                 step,
                 item.task.id,
                 item.task.messages[-1]["content"] if item.task.messages else "",
-                item.task.ground_truth,
+                " or ".join(item.task.answers),
                 response.text,
                 "" if answer is None else answer,
                 float(item.rewards[leaf]),

@@ -38,6 +38,7 @@ def tree_schema() -> "pa.Schema":
             "task_id": text,
             "prompt": text,
             "ground_truth": text,
+            "aliases": pa.list_(text),
             "source": text,
             "begun_in_step": number,
             "grow_seconds": pa.float64(),

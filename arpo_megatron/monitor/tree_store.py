@@ -249,6 +249,7 @@ def _row(step: int, item: ScoredTree, decode: Decode, trained: TrainedTree | Non
         "task_id": task.id,
         "prompt": task.prompt_text,
         "ground_truth": task.ground_truth,
+        "aliases": task.aliases,
         "source": task.source,
         "begun_in_step": tree.step,
         "grow_seconds": tree.seconds,

@@ -48,7 +48,7 @@ def describe_data(
         yield "no system prompt explains tools and format: rollout.system_prompt=tools (or arpo) adds one"
     for number in _spread(len(tasks)):
         task = tasks[number]
-        yield f"\n--- {task.id}, {task.source}, answer {task.ground_truth!r}"
+        yield f"\n--- {task.id}, {task.source}, answer {' or '.join(map(repr, task.answers))}"
         yield task.prompt_text
 
 

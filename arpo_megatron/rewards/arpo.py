@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arpo_megatron.rewards.base import Response, ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, user_question
+from arpo_megatron.rewards.judge.prompts import CORRECT, equivalence_question, reference, user_question
 from arpo_megatron.rewards.math.verify import MathVerdict, compare_answers
-from arpo_megatron.rewards.qa import exact_match, token_f1, without_latex
+from arpo_megatron.rewards.qa import best, exact_match, token_f1, without_latex
 from arpo_megatron.tasks.protocols.base import CallProtocol, Parsed
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES
 from arpo_megatron.tasks.tags.protocol import DEFAULT_PROTOCOL
@@ -61,7 +61,7 @@ class ArpoReward:
             return by_rule
         if group.judge is None:
             raise ValueError("reward.math or reward.qa is judge, but the group has no judge")
-        question, truth = user_question(group.task), group.task.ground_truth
+        question, truth = user_question(group.task), reference(group.task)
         verdicts = group.judge.ask([equivalence_question(question, truth, answer) for answer in answers])
         return [
             rule if verdict is None else (float(verdict == CORRECT), {**rule[1], "judged": float(verdict == CORRECT)})
@@ -69,15 +69,15 @@ class ArpoReward:
         ]
 
     def _in_words(self, answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
-        truth = group.task.ground_truth
+        measures, truths = {"f1": token_f1, "exact_match": exact_match}, group.task.answers
         plain = [without_latex(answer) for answer in answers]
-        scores = [{"f1": token_f1(answer, truth), "exact_match": exact_match(answer, truth)} for answer in plain]
+        scores = [{name: best(measure, answer, truths) for name, measure in measures.items()} for answer in plain]
         return [(each["exact_match" if self.qa == "exact_match" else "f1"], each) for each in scores]
 
 
 def _verified(answers: Sequence[str], group: ResponseGroup) -> list[tuple[float, Terms]]:
     grades: list[tuple[float, Terms]] = []
-    for verdict in compare_answers(answers, group.task.ground_truth):
+    for verdict in compare_answers(answers, group.task.answers):
         right = float(verdict is MathVerdict.EQUAL)
         grades.append((right, {"verified": right, "undecided": float(verdict is MathVerdict.UNDECIDED)}))
     return grades

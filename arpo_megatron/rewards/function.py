@@ -15,7 +15,9 @@ from arpo_megatron.rewards.base import Response, ResponseGroup, Reward, Score
 from arpo_megatron.rewards.judge.prompts import user_question
 
 ScoreFunction = Callable[[str, str, Response], float | Score]
-"""(question, expected answer, trajectory) -> reward. Of a number, the part in [0, 1] is also the accuracy."""
+"""(question, expected answer, trajectory) -> reward. Of a number, the part in [0, 1] is also the accuracy.
+
+If a task has several right answers, it is called with each, and the largest reward counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,12 @@ class FunctionReward:
         return [self._score(group, response) for response in group.responses]
 
     def _score(self, group: ResponseGroup, response: Response) -> Score:
+        scores = [self._score_one(group, answer, response) for answer in group.task.answers]
+        return max(scores, key=lambda score: score.reward)
+
+    def _score_one(self, group: ResponseGroup, answer: str, response: Response) -> Score:
         try:
-            value = self.function(user_question(group.task), group.task.ground_truth, response)
+            value = self.function(user_question(group.task), answer, response)
         except Exception as error:  # the function is the user's: anything can go wrong in it
             where = _place(error, inspect.unwrap(self.function).__code__.co_filename)
             raise UserError(f"reward.kind={self.name} failed for {group.task.id}: {error!r}{where}") from error

@@ -3,6 +3,7 @@
 import re
 import string
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -20,6 +21,11 @@ def without_latex(text: str) -> str:
     while (plain := _TEXT_COMMAND.sub(r"\1", text)) != text:
         text = plain
     return text.replace("\\ ", " ").replace("~", " ")
+
+
+def best(measure: Callable[[str, str], float], answer: str, truths: Sequence[str]) -> float:
+    """Return the largest value of a measure of an answer over all right answers."""
+    return max(measure(answer, truth) for truth in truths)
 
 
 def exact_match(answer: str, truth: str) -> float:

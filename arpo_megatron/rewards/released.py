@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.qa import token_f1
+from arpo_megatron.rewards.qa import best, token_f1
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.response import last_boxed
 
@@ -38,7 +38,7 @@ class ReleasedReward:
         answer = None if reason else last_boxed(_SPACED_BOX.sub("{", response[start:end]))
         if answer is None:
             return Score(self.format_penalty, 0.0, format_ok=False, reason=reason or "\\boxed{} is not closed")
-        f1 = token_f1(answer, task.ground_truth)
+        f1 = best(token_f1, answer, task.answers)
         both = "</search>" in response and "</python>" in response
         bonus = self.tool_bonus if f1 > 0.0 and both else 0.0
         return Score(f1 + bonus, f1, format_ok=True, terms={"f1": f1, "tool_bonus": bonus}, answer=answer)

@@ -27,10 +27,18 @@ class Task:
     """How an answer is verified: "math" (mathematical equality) or "qa" (token F1)."""
     prompt_text: str
     """The messages as the text that the model is prompted with."""
+    aliases: tuple[str, ...] = ()
+    """Other answers that are as right as `ground_truth`."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All right answers."""
+        return (self.ground_truth, *self.aliases)
 
     def __post_init__(self) -> None:
         for name in ("id", "ground_truth", "source", "prompt_text"):
             object.__setattr__(self, name, whole_characters(getattr(self, name)))
+        object.__setattr__(self, "aliases", tuple(map(whole_characters, self.aliases)))
         turns: tuple[Message, ...] = tuple(
             {"role": turn["role"], "content": whole_characters(turn["content"])} for turn in self.messages
         )

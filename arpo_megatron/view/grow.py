@@ -187,5 +187,6 @@ def _scores(
     node = add(path[1:], 0)
     for continuation in continuations:
         add(continuation, node)
-    task = Task(stored["task_id"], (), stored["ground_truth"], stored["source"], stored["prompt"])
+    aliases = tuple(stored["aliases"] or ())
+    task = Task(stored["task_id"], (), stored["ground_truth"], stored["source"], stored["prompt"], aliases)
     return reward.score_group(group_of(tree, task, decode, step=stored["step"])), ""

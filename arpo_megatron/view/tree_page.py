@@ -147,7 +147,7 @@ def tree(run: RunDirectory, step: str, number: int, cache: FileCache) -> Row:
         "number": number,
         "task": row["task_id"],
         "prompt": row["prompt"],
-        "truth": row["ground_truth"],
+        "truth": " or ".join([row["ground_truth"], *(row["aliases"] or ())]),
         "source": row["source"],
         "begun_in_step": row["begun_in_step"],
         "seconds": rounded(row["grow_seconds"]),

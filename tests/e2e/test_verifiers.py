@@ -7,10 +7,14 @@ import signal
 import subprocess
 import venv
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from arpo_megatron.cli.doctor import check_job_tools
+from arpo_megatron.jobs import resolve
+from arpo_megatron.launch.preflight.check import run_checks
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.environments.verifiers.environment import VerifiersEnvironment, worker_of
 from arpo_megatron.tasks.environments.verifiers.process import VerifiersError
@@ -114,6 +118,17 @@ def test_the_policy_calls_tools_of_a_taskset(tmp_path: Path, python: Path) -> No
     assert environment.step(TOWNS).observation == "<tool_response>\n52\n</tool_response>"
     assert "not a JSON object" in environment.step("<tool_call>{people}</tool_call>").observation
     assert environment.step("There are 52.").rewards == {"correct": 1.0}
+
+
+def test_doctor_loads_the_environment_and_names_one_that_is_not_installed(tmp_path: Path, python: Path) -> None:
+    found = []
+    for taskset in ("guess_number", "no_such_taskset"):
+        params = f"{{config: {config_of(tmp_path, taskset, 'player')}, python: {python}}}"
+        overrides = ["rollout.environment=verifiers", f"rollout.environment_params={params}", "reward.kind=environment"]
+        job = resolve.resolve("quickstart", overrides=overrides)
+        found += run_checks([("tools", partial(check_job_tools, job))], 200.0, 200.0)
+    assert [each.level for each in found] == ["ok", "failure"]
+    assert "no_such_taskset" in found[1].text and "\n" not in found[1].text
 
 
 def search_number(rng: random.Random) -> tuple[str, str, Turns]:

@@ -17,3 +17,13 @@ def test_published_cells_belong_to_the_suite_and_have_the_published_average() ->
             assert math.isclose(mean, row.average, abs_tol=0.051), row  # both are rounded to 0.1
             complete += 1
     assert complete == 1
+
+
+def test_every_model_of_table_1_has_the_same_rows() -> None:
+    """Direct reasoning, prompted tools, and the four methods of training, each with its published average."""
+    methods = {"no tools", "TIR prompting", "GRPO", "REINFORCE++", "DAPO", "ARPO"}
+    table = {row.model: set[str]() for row in ROWS if row.suite == "reasoning"}
+    for row in ROWS:
+        if row.suite == "reasoning" and row.average is not None:
+            table[row.model].add(row.method)
+    assert table == dict.fromkeys(("Qwen2.5-3B", "Llama3.1-8B", "Qwen2.5-7B"), methods)

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
 from arpo_megatron.cli.doctor import check_job_tools
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import write_tool_config
 from arpo_megatron.launch.job import check_tools_of_run
 from arpo_megatron.launch.preflight.check import run_checks
-from arpo_megatron.launch.tool_check import check_tools
-from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES
+from arpo_megatron.launch.tool_check import check_tools, check_tools_of
+from tests.tools_sandbox.helpers.served import serving
+from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES, running
 from tests.tools_sandbox.test_added_tools import SERVER
+from tools_sandbox.client import SandboxClient
 
 
 def check(folder: Path, tools: list[str] | None, **values: Any) -> list[str]:
@@ -67,8 +71,56 @@ def test_interpreter_without_verifiers_is_refused_before_the_start(tmp_path: Pat
     params = f"{{config: {tmp_path / 'env.toml'}, python: {sys.executable}}}"
     overrides = ["rollout.environment=verifiers", f"rollout.environment_params={params}", "reward.kind=environment"]
     config = resolve.resolve("quickstart", overrides=overrides)
-    with pytest.raises(UserError, match=r"cannot import verifiers 0\.4 or later \(ModuleNotFoundError: .*pip install"):
+    with pytest.raises(
+        UserError, match=r"cannot import verifiers 0\.4 or later \(No module named .*pip install"
+    ) as caught:
         check_tools(config, RunDirectory(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+FOUND = {
+    "dense": {"result": [[{"document": {"title": "Solaris", "contents": "by Lem"}, "score": 1.0}]]},
+    "serper": {"organic": [{"title": "Solaris", "link": "https://x/", "snippet": "by Lem"}]},
+    "brave": {"web": {"results": [{"title": "Solaris", "url": "https://x/", "description": "by Lem"}]}},
+}
+"""Answers in the forms of a dense retriever and of two paid providers."""
+
+
+@pytest.mark.parametrize("engine", FOUND)
+def test_job_searches_with_each_engine_and_resumed_within_its_cap(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("X-API-KEY") or request.headers.get("X-Subscription-Token"))
+        return web.json_response(FOUND[engine])
+
+    app = web.Application()
+    app.router.add_route("*", "/search", answer)
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}/search"
+        paid = {"provider": engine, "url": url, "key_variable": "SEARCH_KEY", "max_requests": 2}
+        search = {"engine": "dense", "dense": {"url": url}} if engine == "dense" else {"engine": "web", "web": paid}
+        (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"search": search}))
+        overrides = [f"sandbox.file={tmp_path / 'tools.yaml'}", "rollout.tools=[search]"]
+        config = resolve.resolve("quickstart", overrides=overrides)
+        if engine == "serper":
+            with pytest.raises(UserError, match=r"search\.web\.key_variable: .* SEARCH_KEY is not set$"):
+                check_tools_of(config)  # what --dry-run does
+        monkeypatch.setenv("SEARCH_KEY", "the key")
+        assert check_tools_of(config) == []
+        (run := RunDirectory(tmp_path / "run")).path.mkdir()
+        texts = []
+        for queries in ("a", "abc") if engine == "serper" else ("a",):  # started, stopped, and resumed
+            write_tool_files(config, run, JobData((), (), {"fact": "not searched"}))
+            with running(run.sandbox_config) as service, SandboxClient(service.url) as client:
+                texts += [client.call("search", {"query": query}).text for query in queries]
+    assert texts[0] == {"dense": "Page 1: Solaris: by Lem"}.get(engine, "Page 1: by Lem")
+    assert set(asked) == {None if engine == "dense" else "the key"}
+    if engine == "serper":
+        assert texts[1:3] == texts[:1] * 2 and "search.web.max_requests=2 is reached" in texts[3]
+        assert len(asked) == 2, "the answer to a repeated query is kept"
 
 
 def test_doctor_names_tools_that_cannot_start(tmp_path: Path) -> None:

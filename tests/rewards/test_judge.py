@@ -4,6 +4,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def test_judge_is_asked_once_per_answer_and_grades_it() -> None:
         assert "Be good." not in str(asked)
         assert reward.judge is not None
         assert reward.judge.take_counts() == dict.fromkeys(judge_module.COUNTERS, 0) | {"asked": 2}
+
+
+def test_judge_reads_all_right_answers() -> None:
+    with chat_server(lambda text: verdict(text, "CORRECT" if "given answer" in text else "SOUND")) as server:
+        reward = make_reward(RewardConfig(qa="judge", judge=config(server), terms={"fapo": 1.0}))
+        reward.score_group(ResponseGroup(replace(TASK, aliases=("Lovelace",)), [response("Lady Lovelace")]))
+        texts = [body["messages"][-1]["content"] for body in server.asked]
+        assert [part(text, "reference answer") for text in texts] == ['"Ada" or "Lovelace"'] * 2
 
 
 def test_judge_replies_are_kept_for_the_next_run(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rewards of whole trajectories, the released scorer's errors included."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from arpo_megatron.models.tiny import generated_tokenizer
 from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.arpo import ArpoReward
-from arpo_megatron.rewards.base import ResponseGroup, Score, group_of, score_text
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score, group_of, score_text
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.released import ReleasedReward
 from arpo_megatron.tasks.base import Task
@@ -116,6 +117,17 @@ def test_answer_in_words_is_read_without_latex_commands(box: str) -> None:
     text = THINK + f"<answer>{box}</answer>"
     assert score_text(ArpoReward(), text, task("Paris", "qa")).reward == 1.0
     assert score_text(ReleasedReward(), text, task("Paris", "qa")).reward < 1.0  # as the released code
+
+
+@pytest.mark.parametrize(("source", "aliases"), [("qa", ("City of Light", "7")), ("math", ("x^2", "7", "9^{9^{9}}"))])
+def test_every_alias_is_right_for_every_reward(source: str, aliases: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(question, answer, trajectory): return float(answer == '7')\n")
+    group = ResponseGroup(Task("t", (), "Paris", source, "?", aliases), [Response(THINK + answer("7"))])
+    for kind in ("arpo", "arpo_released", f"{tmp_path}/mine.py:score"):
+        (score,) = make_reward(RewardConfig(kind=kind)).score_group(group)
+        assert (score.reward, score.accuracy) == (1.0, 1.0), kind
+    (score,) = ArpoReward(qa="exact_match").score_group(group)
+    assert score.accuracy == 1.0
 
 
 def test_released_scorer_gives_the_bonus_for_tags() -> None:

@@ -82,7 +82,7 @@ def test_hostile_answers_are_never_right_and_cost_a_question_a_bounded_time(monk
     monkeypatch.setattr(verify, "_pool", pool := verify._Pool(1))
     assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
     started = time.monotonic()
-    found = compare_answers(HOSTILE, "1")
+    found = compare_answers(HOSTILE, ["1"])
     assert MathVerdict.EQUAL not in found
     assert found[0] is MathVerdict.UNDECIDED
     # The limit, the wall time of the last answer, and a new worker for each that ran out of time on a busy machine.
@@ -103,7 +103,7 @@ def test_question_has_one_limit_of_wall_time_on_a_busy_machine(
     assert process is not None
     process.send_signal(signal.SIGSTOP)  # as busy as a machine can be: it gets no CPU time
     started = time.monotonic()
-    assert compare_answers(["9^{9^{9}}", "9^{9^{8}}"], "1") == [MathVerdict.UNDECIDED] * 2
+    assert compare_answers(["9^{9^{9}}", "9^{9^{8}}"], ["1"]) == [MathVerdict.UNDECIDED] * 2
     assert ended[0] - started < 60.0
     assert len(ended) == 1, "the second answer has no time"
     assert math_equal("\\frac{3}{6}", "\\frac12")
@@ -116,7 +116,7 @@ def test_waiting_for_a_worker_takes_no_time_from_a_question(monkeypatch: pytest.
     assert math_equal("\\frac{2}{4}", "\\frac12")  # the worker is up
     pool._slots.acquire()
     threading.Timer(2.2, pool._slots.release).start()
-    assert compare_answers(["\\frac{3}{6}", "\\frac{4}{8}"], "\\frac12") == [MathVerdict.EQUAL] * 2
+    assert compare_answers(["\\frac{3}{6}", "\\frac{4}{8}"], ["\\frac12"]) == [MathVerdict.EQUAL] * 2
     pool.close()
 
 

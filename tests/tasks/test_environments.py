@@ -1,6 +1,7 @@
 """The own environments: a database with snapshots, and a user who follows a script."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def test_statements_return_rows_or_errors_and_the_answer_ends_the_task() -> None
         assert found.observation.startswith("Error: ") and found.rewards == {"error": -0.1} and not found.done
     assert world.step("<answer> 8 </answer>") == Step("", done=True, rewards={"correct": 1.0})
     assert world.step("<answer>9</answer>").rewards == {"correct": 0.0}
+    world.reset(replace(TASK, aliases=("Eight",)))
+    assert world.step("<answer>eight</answer>").rewards == {"correct": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert len(read.tasks) == 1
     assert [row.where for row in read.bad_rows] == [f"data.path={path}, line 3", f"data.path={path}, line 4"]
     assert read.bad_rows[0].reason.startswith("not JSON")
-    assert "no column reward_model.ground_truth or answer" in read.bad_rows[1].reason
+    assert "no column golden_answers or reward_model.ground_truth or answer" in read.bad_rows[1].reason
 
 
 def test_missing_nested_column_is_named(tmp_path: Path) -> None:
@@ -256,8 +256,19 @@ def test_unknown_reader_names_the_choices(tmp_path: Path) -> None:
         read_tasks(DataConfig(kind="files", path=path, reader="nope"))
 
 
+def test_every_answer_of_a_list_is_right(tmp_path: Path) -> None:
+    search_r1: dict[str, Any] = {"golden_answers": ["Paris", "", "City of Paris"], "ability": "fact-reasoning"}
+    search_r1 |= {"prompt": row()["prompt"], "reward_model": {"ground_truth": {"target": ["Paris"]}}}
+    lists: list[list[Any]] = [[7, 7.0, "7"], ["1912", "in 1912"], []]
+    rows = [search_r1, *({"question": "?", "answer": each} for each in lists)]
+    read = read_tasks(DataConfig(kind="files", path=write_lines(tmp_path / "q.jsonl", rows)))
+    assert [task.answers for task in read.tasks] == [("Paris", "City of Paris"), ("7", "7.0"), ("1912", "in 1912")]
+    assert [task.source for task in read.tasks] == ["qa", "math", "qa"]
+    assert [bad.reason for bad in read.bad_rows] == ["the answer is missing"]
+
+
 def test_tasks_on_disk_equal_those_in_memory(tmp_path: Path) -> None:
-    rows = [{"question": f"{n} + {n}? " + "x" * 50, "answer": 2 * n} for n in range(1300)]
+    rows = [{"question": f"{n} + {n}? " + "x" * 50, "answer": [2 * n, f"{2 * n}.0"]} for n in range(1300)]
     data = DataConfig(kind="files", path=write_lines(tmp_path / "many.jsonl", rows))
     memory, disk = read_tasks(data).tasks, read_tasks(data, limit=20_000).tasks
     assert isinstance(memory, tuple)

@@ -42,6 +42,11 @@ def user_question(task: Task) -> str:
     return asked[-1] if asked else task.prompt_text
 
 
+def reference(task: Task) -> str:
+    """Return the right answer as a judge reads it: if there are several, each in quotation marks."""
+    return task.ground_truth if not task.aliases else " or ".join(f'"{each}"' for each in task.answers)
+
+
 def equivalence_question(question: str, truth: str, answer: str) -> JudgeQuestion:
     """Ask whether a short answer means the same as the expected one: CORRECT or INCORRECT."""
     task = (

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,10 +56,23 @@ def math_equal(answer: str, truth: str) -> bool:
     return compare(answer, truth) is MathVerdict.EQUAL
 
 
-def compare_answers(answers: Sequence[str], truth: str) -> list[MathVerdict]:
-    """Compare several answers to one question; those without time left within `QUESTION_TIMEOUT_S` are undecided."""
+def compare_answers(answers: Sequence[str], truths: Sequence[str]) -> list[MathVerdict]:
+    """Compare several answers to one question with all right ones.
+
+    Answers without time left within `QUESTION_TIMEOUT_S` are undecided.
+    """
     time_left = TimeLeft(QUESTION_TIMEOUT_S)
-    return [compare(answer, truth, time_left) for answer in answers]
+    return [_best(compare(answer, truth, time_left) for truth in truths) for answer in answers]
+
+
+def _best(verdicts: Iterable[MathVerdict]) -> MathVerdict:
+    """Return EQUAL if one verdict is, else UNDECIDED if one is, else DIFFERENT."""
+    found = set[MathVerdict]()
+    for verdict in verdicts:
+        if verdict is MathVerdict.EQUAL:
+            return verdict
+        found.add(verdict)
+    return MathVerdict.UNDECIDED if MathVerdict.UNDECIDED in found else MathVerdict.DIFFERENT
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arpo_megatron.rewards.base import ResponseGroup, Score
-from arpo_megatron.rewards.judge.prompts import FLAWED, flaw_question, user_question
+from arpo_megatron.rewards.judge.prompts import FLAWED, flaw_question, reference, user_question
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FlawedPositive:
     def values(self, group: ResponseGroup, scores: Sequence[Score]) -> list[float]:
         """Return a value for each response."""
         assert group.judge is not None
-        question, truth = user_question(group.task), group.task.ground_truth
+        question, truth = user_question(group.task), reference(group.task)
         right = [index for index, score in enumerate(scores) if score.accuracy > 0.5]
         verdicts = group.judge.ask([flaw_question(question, truth, group.responses[index].text) for index in right])
         values = [0.0] * len(scores)

@@ -56,6 +56,11 @@ class Snapshots(Protocol):
         """Take a state that `snapshot` of another object has returned. Called after `reset` for the same task."""
 
 
+def plain(answer: str) -> str:
+    """Return an answer in the form in which the environments of the package compare it."""
+    return answer.strip().casefold()
+
+
 MakeEnvironment = Callable[[], Environment]
 
 

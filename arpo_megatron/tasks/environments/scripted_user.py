@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from arpo_megatron.tasks.base import Message, Task
-from arpo_megatron.tasks.environments.base import Step
+from arpo_megatron.tasks.environments.base import Step, plain
 
 _SYSTEM = (
     "Talk to the user until you know what they need. Then write it between <answer> and </answer>. Ask for one thing a "
@@ -28,7 +28,7 @@ class ScriptedUser:
     turn_penalty: float = 0.0
     """Part of the reward for each question; not positive."""
     replayable: bool = True
-    _truth: str = field(default="", init=False)
+    _answers: frozenset[str] = field(default=frozenset(), init=False)
     _given: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -37,13 +37,13 @@ class ScriptedUser:
 
     def reset(self, task: Task) -> Sequence[Message]:
         """Begin with the user's first message."""
-        self._truth, self._given = task.ground_truth, set()
+        self._answers, self._given = frozenset(map(plain, task.answers)), set()
         return [{"role": "system", "content": _SYSTEM}, task.messages[-1]]
 
     def step(self, action: str) -> Step:
         """Reply to a question, or score the answer."""
         if (answer := _ANSWER.search(action)) is not None:
-            right = answer[1].strip().casefold() == self._truth.strip().casefold()
+            right = plain(answer[1]) in self._answers
             return Step("", done=True, rewards={"correct": float(right)})
         asked = action.casefold()
         word = next((each for each in self.replies if each.casefold() in asked and each not in self._given), None)

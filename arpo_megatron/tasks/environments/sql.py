@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from arpo_megatron.tasks.base import Message, Task
-from arpo_megatron.tasks.environments.base import Step
+from arpo_megatron.tasks.environments.base import Step, plain
 
 _SYSTEM = (
     "Answer the question about an SQLite database. In each turn write one SQL statement between <sql> and </sql>; its "
@@ -47,7 +47,7 @@ class SqlDatabase:
     """Rows of a result that the model reads."""
     replayable: bool = False
     """False: a statement may call random()."""
-    _truth: str = field(default="", init=False)
+    _answers: frozenset[str] = field(default=frozenset(), init=False)
     _database: sqlite3.Connection | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class SqlDatabase:
     def reset(self, task: Task) -> Sequence[Message]:
         """Create the database; return its schema and the question."""
         self.close()
-        self._truth, self._database = task.ground_truth, _opened()
+        self._answers, self._database = frozenset(map(plain, task.answers)), _opened()
         self._database.executescript(self.script)
         # A restored database counts its changes in its header, a new one in memory does not. So every one is restored:
         # equal statements then give equal snapshots.
@@ -76,7 +76,7 @@ class SqlDatabase:
     def step(self, action: str) -> Step:
         """Execute the statement, or score the answer."""
         if (answer := _ANSWER.search(action)) is not None:
-            right = answer[1].strip().casefold() == self._truth.strip().casefold()
+            right = plain(answer[1]) in self._answers
             return Step("", done=True, rewards={"correct": float(right)})
         statement = _SQL.search(action)
         if statement is None:

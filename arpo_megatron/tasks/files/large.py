@@ -29,7 +29,7 @@ class TaskStore:
 
     def add(self, task: Task) -> None:
         self._tasks.append(task)
-        self._bytes += 2 * len(task.prompt_text) + len(task.ground_truth)  # the messages repeat the prompt
+        self._bytes += 2 * len(task.prompt_text) + sum(map(len, task.answers))  # the messages repeat the prompt
         if self._file is None and self._bytes > self._limit:
             self._file = _TaskFile()
         while self._file is not None and len(self._tasks) >= _BATCH:
@@ -53,7 +53,10 @@ class _TaskFile:
         text = pyarrow.string()
         messages = pyarrow.list_(pyarrow.struct([("role", text), ("content", text)]))
         self._schema = pyarrow.schema(
-            [("id", text), ("messages", messages), ("ground_truth", text), ("source", text), ("prompt_text", text)]
+            [
+                *(("id", text), ("messages", messages), ("ground_truth", text), ("source", text)),
+                *(("prompt_text", text), ("aliases", pyarrow.list_(text))),
+            ]
         )
         self._file = tempfile.TemporaryFile(prefix="arpo-tasks-")  # noqa: SIM115  (mapped until the process ends)
         self._writer = pyarrow.ipc.new_file(self._file, self._schema)
@@ -107,4 +110,4 @@ class TasksOnDisk(Sequence[Task]):
 
 
 def _task(row: dict[str, Any]) -> Task:
-    return Task(**{**row, "messages": tuple(row["messages"])})
+    return Task(**{**row, "messages": tuple(row["messages"]), "aliases": tuple(row["aliases"])})

@@ -93,7 +93,7 @@ def read_texts(data: DataConfig) -> Iterator[str]:
     """Yield the text of every usable row (messages and answer), to train a tokenizer on. Raises like `read_tasks`."""
     for task in read_tasks(data).tasks:
         yield task.prompt_text
-        yield task.ground_truth
+        yield from task.answers
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -114,11 +114,11 @@ def _rows(data: DataConfig, path: Path) -> Iterator[FileRow]:
 
 
 def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:
-    messages, answer, kind = Columns({str(name): column for name, column in data.columns.items()}, data.verifier).read(
+    messages, answers, kind = Columns({str(name): column for name, column in data.columns.items()}, data.verifier).read(
         row.value()
     )
     text = chat_text(messages, tokenizer)
-    if _SURROGATE.search(text + answer):
+    if _SURROGATE.search("".join((text, *answers))):
         raise BadRowError("half of a surrogate pair, which is no character")
     if tokenizer is not None and len(text.encode()) > data.max_prompt_tokens:  # no token is shorter than a byte
         length = len(tokenizer.encode(text, add_special_tokens=False))
@@ -126,4 +126,4 @@ def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer
             raise BadRowError(
                 f"the prompt has {length} tokens, more than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-    return Task(task_id, messages, answer, kind, text)
+    return Task(task_id, messages, answers[0], kind, text, answers[1:])

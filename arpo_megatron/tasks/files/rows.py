@@ -5,7 +5,7 @@ repairs it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from arpo_megatron.tasks.tags.response import last_boxed
 from arpo_megatron.utils.table_reader import BadRowError
 
 QUESTION = ("prompt", "messages", "question", "problem", "Question", "query")
-ANSWER = ("reward_model.ground_truth", "answer", "ground_truth", "golden_answers", "Answer", "solution")
+ANSWER = ("golden_answers", "reward_model.ground_truth", "answer", "ground_truth", "Answer", "solution")
 KIND = ("ability", "data_source")
 COLUMNS = ("question", "answer", "kind")
 """Names that `data.columns` maps to a column of the file."""
@@ -37,13 +37,13 @@ class Columns:
     verifier: Literal["math", "qa"] | None = None
     """How answers are verified without a column of kinds (`data.verifier`)."""
 
-    def read(self, row: Any) -> tuple[tuple[Message, ...], str, str]:
-        """Return messages, expected answer, and "math" or "qa". Raises BadRowError."""
+    def read(self, row: Any) -> tuple[tuple[Message, ...], tuple[str, ...], str]:
+        """Return messages, right answers (at least one), and "math" or "qa". Raises BadRowError."""
         if not isinstance(row, dict):
             raise BadRowError("the row is not an object")
         messages = _messages(self._value(row, "question", QUESTION))
-        answer = _answer(self._value(row, "answer", ANSWER))
-        return messages, answer, self._kind(row, answer)
+        answers = _answers(self._value(row, "answer", ANSWER))
+        return messages, answers, self._kind(row, answers)
 
     def _value(self, row: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Any:
         tried = (self.names[name],) if name in self.names else known
@@ -56,14 +56,14 @@ class Columns:
             f"no column {' or '.join(tried)}; it has: {', '.join(map(str, row))}; set data.columns.{name}=COLUMN"
         )
 
-    def _kind(self, row: Mapping[str, Any], answer: str) -> str:
+    def _kind(self, row: Mapping[str, Any], answers: Sequence[str]) -> str:
         named = (self.names["kind"],) if "kind" in self.names else KIND
         kind = next((value for name in named if (value := _get(row, name))), None)
         if kind is not None:
             return "math" if _MATHEMATICS.search(str(kind)) else "qa"
         if self.verifier is not None:
             return self.verifier
-        return "math" if _NUMBER_OR_LATEX.fullmatch(answer) else "qa"
+        return "math" if all(map(_NUMBER_OR_LATEX.fullmatch, answers)) else "qa"
 
 
 def _get(row: Any, column: str) -> Any:
@@ -99,10 +99,17 @@ def _messages(prompt: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _answers(found: Any) -> tuple[str, ...]:
+    """Return the answer of text or number, or all different ones of a list. Raises BadRowError if there is none."""
+    given = found if isinstance(found, list) else [found]
+    answers = dict.fromkeys(_answer(each) for each in given if each is not None and each != "")
+    if not answers:
+        raise BadRowError("the answer is missing")
+    return tuple(answers)
+
+
 def _answer(found: Any) -> str:
-    """Return the answer of text, number or list (its first), or the final answer of a worked solution."""
-    if isinstance(found, list):
-        found = found[0] if found else None
+    """Return the answer of text or number, or the final answer of a worked solution."""
     if isinstance(found, bool):
         found = "yes" if found else "no"
     if isinstance(found, int | float):

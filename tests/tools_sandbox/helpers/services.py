@@ -134,7 +134,7 @@ StartService = Callable[..., Service]
 
 @contextmanager
 def running(
-    config: dict[str, Any] | None,
+    config: dict[str, Any] | Path | None,
     *,
     as_nobody: bool = False,
     without_namespaces: bool = False,
@@ -142,14 +142,20 @@ def running(
     soft_open_files: int | None = None,
     env: dict[str, str] | None = None,
 ) -> Iterator[Service]:
-    """Run a service. It preloads nothing by default. As root, the caller may ask for another kind of user."""
-    config = {**(config or {})}
-    config["python"] = {"preload": [], **config.get("python", {})}
+    """Run a service with a config or its file. As root, the caller may ask for another kind of user.
+
+    Without a file, it preloads nothing by default.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-        arguments = ["--port", "0", "--config", str(folder / "config.yaml")]
+        if isinstance(config, Path):
+            file = config
+        else:
+            config, file = {**(config or {})}, folder / "config.yaml"
+            config["python"] = {"preload": [], **config.get("python", {})}
+            file.write_text(yaml.safe_dump(config))
+        arguments = ["--port", "0", "--config", str(file)]
         before = _AS_NOBODY * as_nobody + WITHOUT_NAMESPACES * without_namespaces
         if open_files is not None:
             before += _WITH_OPEN_FILES.format(open_files, open_files)

@@ -29,13 +29,11 @@ class VerifiersProcess:
         self._lock = threading.Lock()
         self._numbers = count()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
-        path = os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))  # where `uv` is
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self._process = subprocess.Popen(
             [python, "-P", _WORKER, config],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment | {"PATH": path},
+            env=_environment_of(python),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._commands: IO[bytes] = self._process.stdin
@@ -95,6 +93,36 @@ class VerifiersProcess:
             self._process.kill()
             how = "sends no more replies and was killed"
         return VerifiersError(f"the verifiers process {how}; the log has the reason")
+
+
+def _environment_of(python: Path) -> dict[str, str]:
+    path = os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))  # where `uv` is
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {"PATH": path}
+
+
+def check_loads(python: Path, config: Path, timeout_s: float) -> None:
+    """Load an environment in a worker that ends at once.
+
+    Raises:
+        VerifiersError: the interpreter lacks verifiers or the environment, or the environment cannot be loaded.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-P", _WORKER, config],
+            input="",
+            env=_environment_of(python),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except OSError as error:
+        raise VerifiersError(f"{python} cannot be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise VerifiersError(f"{config} was not loaded within {timeout_s:g} s") from None
+    if done.returncode:
+        raise VerifiersError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
 
 
 _STARTING = threading.Lock()
