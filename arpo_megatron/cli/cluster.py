@@ -14,6 +14,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    complete_run,
     job_words,
     next_after_dry_run,
     next_command,
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Cluster = Annotated[str, typer.Option(help="Cluster profile: a name in slurm/clusters, or a YAML file.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a submitted run.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name or directory of a submitted run.", autocompletion=complete_run)
+]
 Nodes = Annotated[
     int | None, typer.Option(min=1, help="Number of nodes; default: the profile's, else the fewest that fit the job.")
 ]

@@ -15,6 +15,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    complete_run,
     job_words,
     next_after_dry_run,
     next_command,
@@ -37,6 +38,7 @@ Target = Annotated[
         metavar="TARGET",
         help="Run directory, Hugging Face directory or URL of an OpenAI-compatible server; `oracle` and `wrong` give "
         "known answers, to check scorers and files.",
+        autocompletion=complete_run,
     ),
 ]
 Suite = Annotated[

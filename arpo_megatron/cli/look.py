@@ -12,7 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from arpo_megatron.cli.lists import print_table
-from arpo_megatron.cli.options import ClusterOfRun, Panel, RunDir, RunName, next_command, open_run, with_dry_run
+from arpo_megatron.cli.options import (
+    ClusterOfRun,
+    Panel,
+    RunDir,
+    RunName,
+    complete_run,
+    next_command,
+    open_run,
+    with_dry_run,
+)
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.monitor.progress import duration
@@ -29,7 +38,9 @@ def status(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="Run directory, directory of runs, or name of a submitted run; default: all."
+            metavar="[RUN]",
+            help="Run directory, directory of runs, or name of a submitted run; default: all.",
+            autocompletion=complete_run,
         ),
     ] = None,
     cluster: ClusterOfRun = None,
@@ -108,7 +119,10 @@ def health(run: RunName, cluster: ClusterOfRun = None) -> None:
 
 @app.command(rich_help_panel=Panel.LOOK)
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories, or names in runs/.")],
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Run directories, or names in runs/.", autocompletion=complete_run),
+    ],
 ) -> None:
     """Compare runs: the config values that differ, then their results side by side."""
     if len(run_dirs) < 2:

@@ -25,6 +25,7 @@ from arpo_megatron.cli.options import (
     Overrides,
     Panel,
     Recipe,
+    complete_run,
     job_words,
     next_after_dry_run,
     next_command,
@@ -162,7 +163,12 @@ _recipe_command(
 
 
 RunPath = Annotated[
-    str, typer.Argument(metavar="RUN_DIR", help="Run directory; with --cluster also the name of a submitted run.")
+    str,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="Run directory; with --cluster also the name of a submitted run.",
+        autocompletion=complete_run,
+    ),
 ]
 
 

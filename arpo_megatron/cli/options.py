@@ -100,6 +100,24 @@ def complete_override(typed: str) -> list[str]:
     return [f"{key}=" for key in config_keys(JobConfig) if key.startswith(typed)]
 
 
+def complete_run(typed: str) -> list[str]:
+    """Return the directories that begin with the typed path, and the runs in runs/ that begin with a typed name.
+
+    A directory that is no run ends with a slash: there may be runs, or the export of one, below it.
+    """
+    from arpo_megatron.jobs.run_directory import RUNS
+
+    head, slash, start = typed.rpartition("/")
+    names = [] if slash else [each.removesuffix("/") for each in _directories(RUNS, start) if each[-1] != "/"]
+    return names + [f"{head}{slash}{each}" for each in _directories(Path(f"{head}{slash}" or "."), start)]
+
+
+def _directories(folder: Path, start: str) -> list[str]:
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    shown = [path for path in found if path.name.startswith(start) and (start or path.name[0] != ".") and path.is_dir()]
+    return [f"{path.name}{'' if (path / 'config.yaml').is_file() else '/'}" for path in shown]
+
+
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -119,8 +137,15 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with config values; they override the recipe's.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the command would do, then stop.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a name in runs/")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, a name in runs/, or a submitted run.")]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, or a name in runs/", autocompletion=complete_run)
+]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run directory, a name in runs/, or a submitted run.", autocompletion=complete_run
+    ),
+]
 ClusterOfRun = Annotated[
     str | None,
     typer.Option("--cluster", help="Cluster profile that the run was submitted with; searches only its `runs`."),

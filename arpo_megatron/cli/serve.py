@@ -9,14 +9,27 @@ from typing import Annotated
 import typer
 
 from arpo_megatron.cli.jobs import step_model, submit_command
-from arpo_megatron.cli.options import DryRun, OnCluster, Overrides, Panel, next_after_dry_run, next_command
+from arpo_megatron.cli.options import (
+    DryRun,
+    OnCluster,
+    Overrides,
+    Panel,
+    complete_run,
+    next_after_dry_run,
+    next_command,
+)
 
 app = typer.Typer()
 
 DEFAULT_PORT = 8751
 TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
 Target = Annotated[
-    str, typer.Argument(metavar="RUN|EXPORT", help="Run (directory, or name in runs/), or Hugging Face directory.")
+    str,
+    typer.Argument(
+        metavar="RUN|EXPORT",
+        help="Run (directory, or name in runs/), or Hugging Face directory.",
+        autocompletion=complete_run,
+    ),
 ]
 
 
@@ -82,7 +95,12 @@ def serve(
 @app.command(rich_help_panel=Panel.EVALUATE)
 def chat(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|EXPORT|URL", help="What to serve and talk to, or the URL of `arpo serve`.")
+        str,
+        typer.Argument(
+            metavar="RUN|EXPORT|URL",
+            help="What to serve and talk to, or the URL of `arpo serve`.",
+            autocompletion=complete_run,
+        ),
     ],
     overrides: Overrides = None,
     show_entropy: Annotated[

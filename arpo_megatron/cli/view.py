@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Panel, next_command, with_dry_run
+from arpo_megatron.cli.options import Panel, complete_run, next_command, with_dry_run
 from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.errors import UserError
 
@@ -28,6 +28,7 @@ def view(
         typer.Argument(
             metavar="RUN...",
             help="Run directories, names in runs/, or directories of runs; with --cluster also submitted runs.",
+            autocompletion=complete_run,
         ),
     ],
     host: Annotated[
@@ -48,6 +49,7 @@ def view(
         typer.Option(
             metavar="RUN|EXPORT|URL",
             help="Serve this agent, or use that of `arpo serve`: the page can then sample continuations at any node.",
+            autocompletion=complete_run,
         ),
     ] = None,
     cluster: Annotated[

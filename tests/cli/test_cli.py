@@ -1,6 +1,7 @@
 """The command line: a user error is one line and exit code 2, before any process starts."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 from arpo_megatron.__main__ import main
 from arpo_megatron.cli.main import app
@@ -161,6 +163,47 @@ def test_cause_of_a_failed_job_stands_last(arpo: Arpo, monkeypatch: pytest.Monke
 def test_version_names_the_commit(arpo: Arpo) -> None:
     _, output, _ = arpo("--version")
     assert re.fullmatch(r"arpo-megatron [\d.]+, (commit [0-9a-f]{12}(-dirty)?|version .+)\n", output)
+
+
+COMPLETED = [
+    (["train", "quick"], ["quickstart"]),
+    (["train", "quickstart", "train.st"], ["train.steps="]),
+    (["view", "runs/"], ["runs/archive/", "runs/mine"]),
+    (["view", "runs/mine", "runs/archive/"], ["runs/archive/old"]),
+    (["status", "mi"], ["mine"]),
+    (["chat", "runs/mi"], ["runs/mine"]),
+]
+
+
+@pytest.fixture
+def runs_here(tmp_path: Path) -> Path:
+    for place in ("runs/mine", "runs/archive/old", "runs/.hidden"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.yaml").write_text("name: test\n")
+    (tmp_path / "runs" / "note.txt").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "found"), COMPLETED)
+def test_shell_completes_recipes_runs_and_keys(
+    runs_here: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], found: list[str]
+) -> None:
+    monkeypatch.chdir(runs_here)
+    variables = {"COMP_WORDS": " ".join(["arpo", *words]), "COMP_CWORD": str(len(words))}
+    answer = CliRunner().invoke(app, env={"_ARPO_COMPLETE": "complete_bash", **variables}, prog_name="arpo")
+    assert answer.output.split() == found
+
+
+def test_bash_completes_a_run(runs_here: Path) -> None:
+    script = """
+        eval "$(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION=1 arpo --show-completion bash)"
+        COMP_WORDS=(arpo view runs/m) COMP_CWORD=2
+        "$(complete -p arpo | sed 's/.*-F \\([^ ]*\\) .*/\\1/')" arpo
+        echo "${COMPREPLY[@]}"
+    """
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], cwd=runs_here, env=environment, capture_output=True, text=True)
+    assert done.stdout == "runs/mine\n", done.stderr
 
 
 def test_completion_knows_recipes_variants_and_keys() -> None:
