@@ -1,8 +1,10 @@
-"""Draw docs/images/healthy.svg, metrics of a good run and of two that their config makes bad.
+"""Draw docs/images/healthy.svg, metrics of a good run and of four that their config makes bad, and view-runs.png.
 
-Usage: scripts/healthy_picture.py GOOD_RUN HOT_RUN ENGINE_RUN, the runs of docs/guides/healthy.md in its order
+Usage: scripts/healthy_picture.py GOOD_RUN HOT_RUN ENGINE_RUN POOL_RUN LATE_RUN, those of docs/guides/healthy.md. The
+second picture shows all of them on one page of `arpo view`; it needs Chromium, as scripts/screenshots.py does.
 """
 
+import asyncio
 import json
 import sys
 from dataclasses import dataclass
@@ -10,10 +12,10 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from screenshots import IMAGES, WIDE, browser, served, take
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "images" / "healthy.svg"
-NAMES = ("healthy", "learning rate 1e-2", "bfloat16, small KV pool")
-COLORS = ("#2a9d6f", "#c0392b", "#6a4fb0")
+NAMES = ("healthy", "learning rate 1e-2", "bfloat16, trees ahead", "KV pool of 256 tokens", "deadline of 1 s")
+COLORS = ("#2a9d6f", "#c0392b", "#6a4fb0", "#d1802a", "#2f6fb3")
 LAST_STEP = 12
 HELD_OUT = "held_out_success"
 
@@ -39,7 +41,8 @@ PANELS = (
     Panel("groups_without_signal"),
     Panel("logprob_gap", "log", 2),
     Panel("staleness", bad=2),
-    Panel("cached_prompt_share", bad=2),
+    Panel("cached_prompt_share", bad=3),
+    Panel("dropped/failed", bad=4),
 )
 
 
@@ -74,7 +77,21 @@ def main() -> None:
         axis.axis("off")
     lines = [mpl.lines.Line2D([], [], color=color, label=name) for color, name in zip(COLORS, NAMES, strict=True)]
     axes[len(PANELS)].legend(handles=lines, loc="center left", frameon=False).set_in_layout(False)
-    figure.savefig(TARGET, metadata={"Date": None})
+    figure.savefig(IMAGES / "healthy.svg", metadata={"Date": None})
+    with served(*map(str, runs)) as address:
+        asyncio.run(overlay(f"{address}#/run/{runs[0].resolve().name}?x=step"))
+
+
+async def overlay(address: str) -> None:
+    """Take the picture of the curves of all runs."""
+    async with browser() as page:
+        await page.send("Emulation.setScrollbarsHidden", hidden=True)
+        await page.size(*WIDE)
+        await page.open(
+            address, f"document.querySelector('.chart').querySelectorAll('path.line').length == {len(NAMES)}"
+        )
+        await page.value("document.querySelector('.chart').closest('section').scrollIntoView()")
+        await take(page, IMAGES / "view-runs.png")
 
 
 if __name__ == "__main__":

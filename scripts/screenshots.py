@@ -10,6 +10,8 @@ import base64
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -60,20 +62,25 @@ async def pictures(address: str, run: str, step: str, tree: str, folder: Path | 
                 await take(page, folder / f"{kind}-{colors}-{size[0]}.png", whole=True)
 
 
+@contextmanager
+def served(*words: str) -> Iterator[str]:
+    """Run `arpo view WORDS` inside the block; yield its address."""
+    command = [sys.executable, "-m", "arpo_megatron", "view", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+
+
 def main() -> None:
     """Serve the run, take the pictures, and stop the server."""
     if len(sys.argv) not in (4, 5):
         sys.exit("usage: scripts/screenshots.py RUN_DIR STEP TREE [FOLDER]")
     run, step, tree, *folder = sys.argv[1:]
-    command = [sys.executable, "-m", "arpo_megatron", "view", run, "--port", "0"]
-    command += [] if folder else ["--grow", run]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
-        assert server.stdout is not None
-        try:
-            address = server.stdout.readline().strip()
-            asyncio.run(pictures(address, Path(run).resolve().name, step, tree, Path(folder[0]) if folder else None))
-        finally:
-            server.terminate()
+    with served(run, *([] if folder else ["--grow", run])) as address:
+        asyncio.run(pictures(address, Path(run).resolve().name, step, tree, Path(folder[0]) if folder else None))
 
 
 if __name__ == "__main__":

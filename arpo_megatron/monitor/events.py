@@ -5,6 +5,7 @@ the file.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -28,10 +29,11 @@ class EventLog:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Append one event. An event that the disk refuses is lost: it must not end a run."""
+        """Append one event, with null for NaN and infinities. One that the disk refuses is lost: it ends no run."""
         if not self.enabled:
             return
-        line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields})
+        lost = {name: None for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+        line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields, **lost})
         with self._lock, suppress(OSError):
             append_line(self.path, line)
 

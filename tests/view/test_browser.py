@@ -110,6 +110,21 @@ def test_several_runs_are_overlaid_and_their_configs_compared(run: RunDirectory,
         with_browser(work)
 
 
+def test_values_of_several_runs_fit_into_their_charts(tmp_path: Path) -> None:
+    for number in range(5):
+        make_run(tmp_path / f"run-{number}", seed=number)
+    with served(tmp_path) as address:
+
+        async def work(page: Page) -> None:
+            await page.size(1180, 860)
+            await page.open(address, "document.querySelector('.chart').querySelectorAll('path.line').length == 5")
+            edges = "[e.getBoundingClientRect().right, e.closest('figure').getBoundingClientRect().right]"
+            outside = f"[...document.querySelectorAll('.chart figcaption *')].map(e => {edges})"
+            assert all(own <= card for own, card in await page.value(outside))
+
+        with_browser(work)
+
+
 def test_damaged_files_and_trees_are_named(run: RunDirectory) -> None:
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {STEPS + 1}, "reward": "high"}}\n')

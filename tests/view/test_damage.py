@@ -1,6 +1,7 @@
 """Damaged files of a run: what can be read is shown, the rest is left out, counted and named on the page."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from arpo_megatron.cli.main import app
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.monitor.events import EventReader
+from arpo_megatron.monitor.events import EventLog, EventReader
 from arpo_megatron.monitor.tree_store import step_file
 from arpo_megatron.view.export import write_html
 from arpo_megatron.view.pages import Pages
@@ -54,12 +55,12 @@ def test_damaged_rows_of_metrics_are_left_out_and_counted(run: RunDirectory) -> 
         run.path / "metrics.jsonl",
         *(b'{"step": 5, "rew', b"\xff\xfe", b"[" * 100_000, [], {"reward": 1.0}, {"step": "5"}, {"step": None}),
         *({"step": 5, "reward": "high"}, {"step": 5, "reward": [1]}, {"step": 5, "seconds/update": {}}),
-        *(b'{"step": 5, "reward": NaN}', b'{"step": 5, "reward": 1e999}', {"step": 5, "reward": 10**400}),
+        *(b'{"step": 5, "reward": 1e999}', {"step": 5, "reward": 10**400}),
     )
     page = get(run)
     assert page["step"] == STEPS and len(page["metrics"]["reward"]) == STEPS
     (damage,) = page["damaged"]
-    assert (damage["file"], damage["rows"], damage["reason"]) == ("metrics.jsonl", 13, "line 5: no JSON object")
+    assert (damage["file"], damage["rows"], damage["reason"]) == ("metrics.jsonl", 12, "line 5: no JSON object")
 
 
 def test_damaged_events_are_left_out_and_counted(run: RunDirectory) -> None:
@@ -101,6 +102,16 @@ def test_damaged_file_is_named_and_the_others_are_shown(run: RunDirectory, name:
     assert page["metrics"]["step"] == [1, 2, 3, 4]
     (damage,) = page["damaged"]
     assert damage["file"] == name and "\n" not in damage["reason"]
+
+
+def test_value_that_is_no_number_is_no_damage(run: RunDirectory) -> None:
+    """A step without a measured fork has no `fork_chance`."""
+    EventLog(run.events).emit("step", step=5, fork_chance=math.nan)
+    assert b"NaN" not in run.events.read_bytes()
+    append(run.events, b'{"time": 1.7e9, "kind": "step", "step": 6, "fork_chance": NaN}')
+    append(run.path / "metrics.jsonl", b'{"step": 5, "fork_chance": Infinity}')
+    page = get(run)
+    assert page["damaged"] == [] and page["metrics"]["fork_chance"][-1] is None
 
 
 def test_file_without_damage_is_not_named(run: RunDirectory) -> None:
