@@ -100,7 +100,7 @@ def demo(
     overrides = [*([] if algorithm is None else [f"algorithm.name={algorithm}"]), *(overrides or ())]
     job = _resolve("quickstart", overrides, config, seed)
     if dry_run:
-        _print_plan(job)
+        _print_plan(job, resume)
         return next_after_dry_run()
     from arpo_megatron.launch.demo import run_demo
 
@@ -135,13 +135,15 @@ def _recipe_command(name: str, text: str, start: Callable[[JobConfig, bool, int]
         cluster: OnCluster = None,
     ) -> None:
         if cluster is not None:
+            if resume:
+                raise UserError("--resume continues a run on this machine; `arpo resume RUN` submits one again")
             submit_recipe(recipe, cluster, _with_seed(overrides, seed), config, dry_run=dry_run, only_sft=name == "sft")
             return
         job = _resolve(recipe, overrides, config, seed)
         if name == "sft" and job.sft.steps == 0:
             raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
         if dry_run:
-            _print_plan(job)
+            _print_plan(job, resume)
             next_after_dry_run()
         else:
             start(job, resume, restarts)
@@ -305,17 +307,22 @@ def _with_seed(overrides: Sequence[str] | None, seed: int | None) -> list[str]:
     return [*(overrides or ()), *([] if seed is None else [f"seed={seed}"])]
 
 
-def _print_plan(config: JobConfig) -> None:
-    """Print the resolved config, then the processes and phases in their order."""
+def _print_plan(config: JobConfig, resume: bool) -> None:
+    """Print the resolved config, then the processes and phases in their order. Raises UserError like the job."""
     from arpo_megatron.jobs.inputs import check_inputs
     from arpo_megatron.launch.tool_check import check_tools_of
     from arpo_megatron.plan.report import layout
 
     check_inputs(config)
+    if resume:
+        place = f"{choose_run.existing(config).path}, resumed"
+    else:
+        choose_run.check_fresh(config)
+        place = f"a new run in {choose_run.next_path(config)}"
     check_tools_of(config)
     print(yaml_text(dump_config(config)), end="")
     parallel, train = config.parallel, config.train
-    print(f"# plan: a new run in {choose_run.next_path(config)}")
+    print(f"# plan: {place}")
     print("#   sandbox  python -m tools_sandbox")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")

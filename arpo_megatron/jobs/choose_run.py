@@ -39,7 +39,9 @@ def fresh(config: JobConfig) -> RunDirectory:
         UserError: `run_dir` already holds a run, or cannot be written.
     """
     try:
-        path = _chosen(config) if config.run_dir is None else _named(config.run_dir)
+        check_fresh(config)
+        path = config.run_dir or _chosen(config)
+        path.mkdir(PRIVATE, parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
     except OSError as error:
@@ -59,7 +61,10 @@ def _chosen(config: JobConfig) -> Path:
             return path
 
 
-def _named(path: Path) -> Path:
+def check_fresh(config: JobConfig) -> None:
+    """Raise UserError if `run_dir` holds a run or other files."""
+    if (path := config.run_dir) is None:
+        return
     if (path / "config.yaml").exists():
         raise UserError(
             f"{path} already holds a run: continue it (--resume, or arpo resume if submitted), or set another run_dir"
@@ -67,8 +72,6 @@ def _named(path: Path) -> Path:
     others = sorted({item.name for item in path.iterdir()} - REUSABLE) if path.is_dir() else []
     if others:
         raise UserError(f"run_dir={path} holds other files ({others[0]}, ...): set a new directory")
-    path.mkdir(PRIVATE, parents=True, exist_ok=True)
-    return path
 
 
 def next_path(config: JobConfig, base: Path = RUNS) -> Path:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.restricted_load import check_module_states
+from arpo_megatron.actor.stored_weights import stored_tensors
 from arpo_megatron.errors import UserError
 from tests.actor import cases
 from tests.actor.test_actor import new_actor
@@ -77,6 +79,21 @@ def test_code_in_a_checkpoint_is_refused(tmp_path: Path, hide: Callable[[Path, C
     with pytest.raises(UserError, match="may run code"):
         actor.load(checkpoint)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("hide", [into_metadata, into_common_state])
+@pytest.mark.parametrize("save", [cases.save, cases.save_weights], ids=["whole", "weights"])
+def test_code_in_a_checkpoint_is_refused_by_export(
+    tmp_path: Path, save: Callable[[Actor, Path], None], hide: Callable[[Path, Code], None]
+) -> None:
+    """`arpo export`, and with it `arpo eval` and `arpo serve` of a step."""
+    actor, mark = new_actor(), tmp_path / "the code ran"
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    save(actor, checkpoint)
+    hide(checkpoint, Code(mark))
+    with pytest.raises(UserError, match="may run code") as refused:
+        dict(stored_tensors(checkpoint, cases.QWEN3, "float32"))
+    assert not mark.exists() and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps({}), b"\x80\x05K"], ids=["empty", "another type", "truncated"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from arpo_megatron.__main__ import main
 from arpo_megatron.cli.main import app
 from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
+from arpo_megatron.config.io import save_config
+from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.plan import report
 from tests.view.stored_run import STEPS, make_run
@@ -266,6 +269,37 @@ def test_status_without_a_run_names_the_command_that_starts_one(arpo: Arpo, stor
     assert code == 0 and "no run" not in output and error == "next: arpo status runs/stored\n"
 
 
+class _Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_commands_that_look_at_a_run_unpickle_nothing_of_it(arpo: Arpo, tmp_path: Path) -> None:
+    """Resume and export read checkpoints: tests/actor/test_restricted_load.py."""
+    run, mark = make_run(tmp_path / "foreign"), tmp_path / "the code ran"
+    code = pickle.dumps(_Touch(mark))
+    for folder in (run.checkpoints / f"step_{STEPS}", run.weights / f"step_{STEPS}", run.path / "skipped_updates"):
+        (folder / "actor").mkdir(parents=True)
+        for name in (".metadata", "common.pt", "manifest.json", "state.json", "__0_0.distcp", "step_1.npz"):
+            for place in (folder, folder / "actor"):
+                (place / name).write_bytes(code)
+    run.step_journal.write_bytes(code)
+    for command in ("status", "health", "logs", "trees", "view", "compare", "export", "eval", "recompute-update"):
+        dump = [str(run.path / "skipped_updates" / "step_1.npz")]
+        more = {"view": ["--html", "page.html"], "compare": [str(run.path)]}.get(command, [])
+        more += ["--dry-run"] if command in ("export", "eval") else []
+        exit_code, _, error = arpo(command, *(dump if command == "recompute-update" else [str(run.path)]), *more)
+        assert "Traceback" not in error and not mark.exists(), command
+        assert exit_code == 0 or len(error.splitlines()) == 1, error
+    pickle.loads(code)
+    assert mark.exists()
+
+
 def test_log_of_an_unknown_service_names_the_others(arpo: Arpo, stored: Path) -> None:
     (stored / "logs").mkdir(exist_ok=True)
     (stored / "logs" / "train.log").write_text("one\ntwo\n")
@@ -318,6 +352,29 @@ def test_dry_run_prints_config_and_plan_and_writes_nothing(arpo: Arpo, tmp_path:
     assert "# plan: a new run in runs/quickstart-arpo-seed1\n" in output
     assert "#   trainer  1 rank(s)\n" in output
     assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_of_a_resume_checks_the_run(arpo: Arpo, tmp_path: Path) -> None:
+    run, command = tmp_path / "run", ("train", "quickstart", "run_dir=run", "--dry-run")
+    code, _, error = arpo(*command, "--resume")
+    assert (code, error) == (
+        2,
+        "arpo: nothing to resume at run: there is no run. Start one, or set run_dir to an existing run\n",
+    )
+    run.mkdir()
+    save_config(resolve("quickstart", overrides=["run_dir=run"]), run / "config.yaml")
+    code, output, _ = arpo(*command, "--resume", "train.steps=99")
+    assert (code, "# plan: run, resumed\n" in output) == (0, True)
+    code, _, error = arpo(*command)
+    assert (code, "run already holds a run" in error) == (2, True)
+    code, _, error = arpo(*command, "--resume", "seed=5")
+    assert (code, "was started with another config: seed was" in error) == (2, True)
+    for broken in ("train: {stepz: 3}\n", "train: [\n", ""):
+        (run / "config.yaml").write_text(broken)
+        code, output, error = arpo(*command, "--resume")
+        assert (code, output, len(error.splitlines())) == (2, "", 1) and "run/config.yaml" in error
+    code, _, error = arpo("train", "quickstart", "--resume", "--cluster", "here.yaml")
+    assert (code, "`arpo resume RUN`" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
