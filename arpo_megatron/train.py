@@ -32,7 +32,11 @@ def train(run: TrainingRun) -> None:
             ]
         with run.phase("push"):
             run.push_weights(version=run.step + 1)
-        run.finish_step(trees, batches, old_outputs, updates)
+        run.end_step(trees, batches, old_outputs, updates)
+        if run.step < run.config.train.steps:
+            run.evaluate()  # before the save, which then holds the result; the last evaluation is after the loop
+        run.save_if_due()
+        run.stop_if_asked()
     run.evaluate()
     run.export()
 

@@ -361,7 +361,9 @@ class Actor:
     def _policy(self, batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logprobs, entropies = output
         if not isinstance(self._loss, TokenLoss):
-            raise ValueError(f"algorithm.loss={self.config.algorithm.loss} is one of whole batches: update(linear)")
+            raise ValueError(
+                f'algorithm.loss={self.config.algorithm.loss} needs the whole batch: call update with loss="linear"'
+            )
         loss, stats = policy_loss(
             self._loss,
             logprobs,

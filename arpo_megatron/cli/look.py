@@ -1,4 +1,4 @@
-"""`arpo status`, `logs`, `health`, `compare`, `trees` and `replay-tree`: local and submitted runs.
+"""`arpo status`, `logs`, `health`, `compare` and `trees`: local and submitted runs.
 
 A run is local if its directory has no submissions.
 """

@@ -105,7 +105,7 @@ def check_machine(config: JobConfig) -> None:
     if config.engine.placement == "split" and ranks + engines > gpus:
         raise UserError(
             f"engine.placement=split needs {ranks} GPUs for the trainer and {engines} for engines, but torch "
-            f"finds {gpus}"
+            f"finds {gpus}: set engine.placement=colocated"
         )
     colocated = Placement.of(config, gpus).colocated
     if config.rollout.across_push == "keep_kv" and colocated:

@@ -149,7 +149,7 @@ def find_export(run: RunDirectory, out: Path | None, step: int | None) -> tuple[
     found = steps[-1] if step is None else step
     out = out or run.exports / f"step_{found}"
     if out.exists():
-        raise UserError(f"{out} exists already; name a directory that does not")
+        raise UserError(f"{out} exists already: choose another --out")
     check_model(resolve.load(run.config), run)
     return found, out
 

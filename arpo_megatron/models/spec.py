@@ -104,15 +104,18 @@ class ModelSpec:
         if self.layers % chunks:
             raise UserError(
                 f"the model's layers ({self.layers}) cannot be divided into parallel.pipeline={parallel.pipeline} x "
-                f"parallel.virtual_pipeline={parallel.virtual_pipeline} chunks"
+                f"parallel.virtual_pipeline={parallel.virtual_pipeline} chunks: their product must divide it"
             )
         if self.experts is None:
             if parallel.expert > 1:
-                raise UserError(f"parallel.expert={parallel.expert}, but the model has no experts")
+                raise UserError(
+                    f"parallel.expert={parallel.expert}, but the model has no experts: give parallel.expert=1"
+                )
             return
         if self.experts.count % parallel.expert:
             raise UserError(
-                f"the model's experts ({self.experts.count}) cannot be divided by parallel.expert={parallel.expert}"
+                f"the model's experts ({self.experts.count}) cannot be divided by parallel.expert={parallel.expert}: "
+                f"give parallel.expert={math.gcd(self.experts.count, parallel.expert)}"
             )
         if parallel.tensor > 1 and not parallel.sequence:
             raise UserError(
@@ -141,8 +144,11 @@ class ModelSpec:
         beyond the number of key/value heads would hold copies of heads.
         """
         if engine.expert > 1 and (self.experts is None or self.experts.count % engine.expert):
-            count = "none" if self.experts is None else self.experts.count
-            raise UserError(f"engine.expert={engine.expert} cannot divide the model's experts: it has {count}")
+            count = 0 if self.experts is None else self.experts.count
+            raise UserError(
+                f"engine.expert={engine.expert} cannot divide the model's experts: it has {count or 'none'}; "
+                f"give engine.expert={math.gcd(count, engine.expert) if count else 1}"
+            )
         if engine.quantization == "none":
             return
         if engine.tensor > self.kv_heads:
@@ -170,7 +176,10 @@ class ModelSpec:
     def check_replay(self, algorithm: AlgorithmConfig) -> None:
         """Raise UserError if the job replays expert routes and the model has no experts."""
         if algorithm.router_replay != "none" and self.experts is None:
-            raise UserError(f"algorithm.router_replay={algorithm.router_replay}, but the model has no experts")
+            raise UserError(
+                f"algorithm.router_replay={algorithm.router_replay}, but the model has no experts: "
+                "give algorithm.router_replay=none"
+            )
 
     @classmethod
     def from_hf(cls, path: Path) -> Self:

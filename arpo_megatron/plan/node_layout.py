@@ -134,11 +134,17 @@ def _trainer_alone(config: JobConfig, gpus: int) -> NodeLayout:
 def _on_cpus(config: JobConfig, nodes: int) -> NodeLayout:
     """Return a layout with the ranks divided evenly among the first nodes."""
     ranks, engine = config.parallel.world_size, config.engine
-    if nodes > max(ranks, engine.replicas + 1):
-        raise UserError(f"{nodes} nodes are too many for {ranks} trainer rank(s) and {engine.replicas} engine(s)")
+    if nodes > (most := max(ranks, engine.replicas + 1)):
+        raise UserError(
+            f"{nodes} nodes are too many for {ranks} trainer rank(s) and {engine.replicas} engine(s): "
+            f"use --nodes {most} or fewer"
+        )
     trainer_nodes = min(nodes, ranks)
     if ranks % trainer_nodes:
-        raise UserError(f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes")
+        possible = max(size for size in range(1, trainer_nodes) if ranks % size == 0)
+        raise UserError(
+            f"{ranks} trainer ranks cannot be divided evenly among {trainer_nodes} nodes: use --nodes {possible}"
+        )
     replicas = 0 if config.sft_only else engine.replicas
     turns = takes_turns(config, enough=True)
     return NodeLayout(nodes, 0, trainer_nodes, ranks // trainer_nodes, replicas, engine.tensor, turns)

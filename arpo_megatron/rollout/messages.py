@@ -79,6 +79,9 @@ class IncompleteTree:
 
     tree: RolloutTree
     reason: str
+    """Name of the error's type, and its message."""
+    blocked: str = ""
+    """If a tool is blocked, its message: no tree that calls it can be finished until its operator acts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
 from arpo_megatron.rollout.messages import IncompleteTree, RolloutReport
+from arpo_megatron.rollout.tools import ToolBlockedError
 from arpo_megatron.tree import RolloutTree
 from tools_sandbox.client import SandboxError
 
@@ -94,8 +95,6 @@ class TreeQueue:
         stats = rollout_stats(trees, counts, each, failed=len(failed), seconds=now - self.since)
         self.since, self.tokens = now, 0
         shares = self.shares.add(tree.grower.calls for tree in collected)
-        for grown in trees:
-            grown.answered_shares = dict(shares)
         reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
         return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
 
@@ -109,4 +108,4 @@ def _incomplete(tree: PoolTree, error: Exception) -> IncompleteTree:
     except Exception:  # the error that failed the tree may be in its record
         traceback.print_exc()
         partial_tree = RolloutTree(tree.grower.task_id, tree.grower.prompt)
-    return IncompleteTree(partial_tree, reason)
+    return IncompleteTree(partial_tree, reason, blocked=str(error) if isinstance(error, ToolBlockedError) else "")

@@ -148,20 +148,20 @@ class Session:
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)
         async with engine, tools, parse, AdmissionGate(engine, codec) as admission:
             pool = TreePool(
-                engine,
-                tools,
-                codec,
-                settings.seed,
-                policy,
-                self._send,
-                self._record,
-                settings.expert_routes,
-                await _protocol(settings, tools, parse),
-                admission if settings.admission == "kv" else None,
-                None
+                engine=engine,
+                tools=tools,
+                codec=codec,
+                seed=settings.seed,
+                policy=policy,
+                send=self._send,
+                record=self._record,
+                expert_routes=settings.expert_routes,
+                protocol=await _protocol(settings, tools, parse),
+                admission=admission if settings.admission == "kv" else None,
+                make_environment=None
                 if settings.environment is None
                 else environment_maker(settings.environment, settings.environment_params),
-                self._finished,
+                finished=self._finished,
             )
             engine.on_stale = pool.note_stale
             try:

@@ -230,15 +230,15 @@ async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> 
             parse=parse,
         )
         yield Agent(
-            session,
-            ready.router_url or ready.engine_urls[0],
-            ready.engine_token,
-            tools,
-            replace(limits, protocol=protocol),
-            TokenizerCodec(target.model),
-            prompt_of(target.model, protocol),
-            replace(RolloutLimits.training(config), protocol=protocol),
-            vocabulary_of(target.model),
+            session=session,
+            engine_url=ready.router_url or ready.engine_urls[0],
+            engine_token=ready.engine_token,
+            tools=tools,
+            limits=replace(limits, protocol=protocol),
+            codec=TokenizerCodec(target.model),
+            prompt=prompt_of(target.model, protocol),
+            training_limits=replace(RolloutLimits.training(config), protocol=protocol),
+            vocabulary=vocabulary_of(target.model),
         )
 
 

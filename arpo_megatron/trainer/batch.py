@@ -211,7 +211,5 @@ def _loss_batch(
 
 def _with_credits(batch: Batch, credits: Sequence[TreeCredit], weights: SamplingWeights) -> list[TreePack]:
     """Return the packs with rank 0's new credits times the weights of tokens, on every rank."""
-    packs = batch.packs
-    if parallel.is_rank_zero():
-        packs = replace_credits(packs, scale_credits(credits, weights.tokens))
-    return parallel.broadcast_object(packs)
+    scaled = scale_credits(credits, weights.tokens) if parallel.is_rank_zero() else None
+    return replace_credits(batch.packs, parallel.broadcast_object(scaled))

@@ -38,7 +38,6 @@ from arpo_megatron.rollout.messages import (
     StopTrees,
 )
 from arpo_megatron.rollout.record import UnfinishedTree
-from arpo_megatron.rollout.tools import ToolBlockedError
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
 from arpo_megatron.trainer.scorer import TreeScorer
@@ -55,6 +54,12 @@ DROPS = ("failed", "no_signal", "stale", "oversampled")
 - stale: a part of it is older than `rollout.max_staleness` allows (`rollout.stale=drop`).
 - oversampled: the step had enough trees (`rollout.oversampling`).
 """
+DROP_FIXES = {
+    "no_signal": "raise rollout.max_refills, choose tasks by difficulty (algorithm.selector), or set "
+    "algorithm.drop_groups_without_signal=false",
+    "stale": "raise rollout.max_staleness or set rollout.stale=wait",
+}
+"""Changes that give a step its trees again, by the reason why it has none."""
 
 
 @dataclass(slots=True)
@@ -117,7 +122,8 @@ class TreeCollector:
             StaleEnginesError: engines need a push; a second call continues the step.
             StoppedError: the job is asked to end; `unfinished` has the step's trees.
             UserError: a tool is blocked (`check_not_blocked`).
-            RuntimeError: no tree is fit for training, after all refills.
+            UserError: also if no tree is fit for training after all refills, although none failed.
+            RuntimeError: no tree is fit for training after all refills, and some failed.
         """
         current = self.current if self.current is not None and self.current.step == step else self._begin(step)
         current.selector_before = None
@@ -288,7 +294,11 @@ class TreeCollector:
         if not kept:
             reasons = ", ".join(f"{count} {reason}" for reason, count in current.dropped.items())
             last = f"; the last failure: {current.failure}" if current.failure else ""
-            raise RuntimeError(f"step {current.step + 1} has no tree to train; dropped: {reasons}{last}")
+            nothing = f"step {current.step + 1} has no tree to train ({reasons}{last})"
+            fixes = [fix for reason, fix in DROP_FIXES.items() if current.dropped[reason]]
+            if fixes and not current.dropped["failed"]:
+                raise UserError(f"{nothing}: {'; '.join(fixes)}")
+            raise RuntimeError(nothing)
         if len(kept) < wanted:
             self._log(f"step {current.step + 1} trains {len(kept)} trees of {wanted}: {dict(current.dropped)}")
         if isinstance(self.replay, AddsTrees):
@@ -301,9 +311,8 @@ class TreeCollector:
 
 def check_not_blocked(failed: IncompleteTree) -> None:
     """Raise UserError if the tree failed because a tool is blocked. A resumed run makes its call again."""
-    kind, _, reason = failed.reason.partition(": ")
-    if kind == ToolBlockedError.__name__:
-        raise UserError(f"{reason} Fix that, then continue the run with --resume")
+    if failed.blocked:
+        raise UserError(f"{failed.blocked} Fix that, then continue the run with --resume")
 
 
 def collect_request(rollout: RolloutConfig, purpose: str, count: int, version: int) -> CollectTrees:

@@ -43,9 +43,10 @@ def check_push(gap: float, first_gap: float | None, version: int, config: JobCon
         return True  # the policy has become sensitive to rounding
     if known:
         return False
+    bound = f"train.logprob_gap_limit={limit:g}" if given else f"{limit:g} (train.logprob_gap_limit sets another limit)"
     raise RuntimeError(
         f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "
-        f"nats, more than train.logprob_gap_limit={limit:g}"
+        f"nats, more than {bound}"
     )
 
 

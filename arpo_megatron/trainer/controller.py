@@ -134,14 +134,6 @@ class Controller:
         if self.reward.judge is not None:
             self.reward.judge.close()
 
-    def collect(self, step: int) -> list[ScoredTree]:
-        """Return the trees that the step trains. Raises as `TreeCollector.collect` does."""
-        return self.collector.collect(step)
-
-    def write_journal(self) -> None:
-        """Journal what the trees in flight have sampled, if it is time."""
-        self.collector.write_journal()
-
     def evaluate(self, tasks: Sequence[Task], step: int) -> HeldOutResult:
         """Answer each task once and score the answers.
 
@@ -182,7 +174,7 @@ class Controller:
             self.session.note(f"an engine has not released its memory: {error}")
 
     def prepare_push(self) -> None:
-        """Pause the trees until `resume_trees`, and wait for the engines. Raises WeightPushError."""
+        """Pause the trees until `TreeCollector.after_push`, and wait for the engines. Raises WeightPushError."""
         self.collector.before_push()
         self.session.directory.memory_lent.unlink(missing_ok=True)
         self.sync.engines.wait_until_up(self.session.config.engine.startup_timeout_s)
@@ -191,10 +183,6 @@ class Controller:
         """Return the first `count` tokens of the probe after a push."""
         tokens: list[int] = self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)[:LONG_PROBE_TOKENS]
         return tokens[:count]
-
-    def resume_trees(self, version: int) -> None:
-        """Let the trees continue with policy `version`, which has been pushed."""
-        self.collector.after_push(version)
 
     def finish_step(
         self, trained: Sequence[ScoredTree], values: Sequence[TrainedTree], totals: dict[str, float]

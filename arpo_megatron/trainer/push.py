@@ -53,7 +53,7 @@ def push_with_retries(
     for attempt, pause_s in enumerate((*PAUSES_S, None), start=1):
         if session.stopping():
             return 0.0
-        failure, gap = parallel.broadcast_object(push_once(session, sync, controller, version, first_gap))
+        failure, gap = push_once(session, sync, controller, version, first_gap)
         if not failure:
             return gap
         if pause_s is not None:
@@ -69,7 +69,8 @@ def push_once(
 ) -> tuple[str, float]:
     """Push once and check the probe; return what failed at the engines ("" for nothing) and the gap in nats.
 
-    If rounding does not explain the probe's gap, the push is repeated with checksums, which decide.
+    All ranks call it and get the same answer. If rounding does not explain the probe's gap, the push is repeated with
+    checksums, which decide.
     """
     while True:
         failure, gap, explained = parallel.broadcast_object(
@@ -82,7 +83,7 @@ def push_once(
         )
         sync.verify_next()
     if not failure and controller is not None:
-        controller.resume_trees(version)
+        controller.collector.after_push(version)
     return failure, gap
 
 

@@ -162,7 +162,7 @@ class TrainingRun:
             StoppedError: the job is asked to end; the trees' samples are saved.
         """
         controller = self.controller
-        work = None if controller is None else partial(controller.collect, self.step)
+        work = None if controller is None else partial(controller.collector.collect, self.step)
         trees = self._with_engines(work) or []
         if placement(self.config).colocated:
             with self.phase("lend"):
@@ -192,7 +192,7 @@ class TrainingRun:
             UserError: too many updates in a row were skipped.
         """
         if self.controller is not None:
-            self.controller.write_journal()  # trees of later steps grow meanwhile
+            self.controller.collector.write_journal()  # trees of later steps grow meanwhile
         with self.phase("ratios"):  # a `BatchLoss` needs another pass over the packs, which is timed separately
             ready = finish_credit(
                 self.actor, batch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
@@ -233,19 +233,17 @@ class TrainingRun:
             self.state.logprob_gap_first = gap
         self.state.logprob_gap_max = max(self.state.logprob_gap_max, gap)
 
-    def finish_step(
+    def end_step(
         self,
         trees: Sequence[ScoredTree],
         batches: Sequence[Batch],
         old_outputs: Sequence[PolicyOutputs],
         updates: Sequence[UpdateStats],
     ) -> None:
-        """Count the step as done, log its metrics, and save a checkpoint if one is due.
+        """Count the step as done and log its metrics.
 
-        Metrics come first: a step whose checkpoint was not reached is repeated, and its metrics are replaced.
-
-        Raises:
-            StoppedError: the job is asked to end.
+        They are logged before the save: a step whose checkpoint was not reached is repeated, and its metrics are
+        replaced.
         """
         session, config = self.session, self.config
         evaluated = evaluation_due(config, self.step)
@@ -284,14 +282,18 @@ class TrainingRun:
                 session.note(slow)
         session.end_profile(self.step)
         session.log_saves()
-        if self.step < config.train.steps:
-            self.evaluate()  # before the save, which then holds the result; the last evaluation is after the loop
+
+    def save_if_due(self) -> None:
+        """Start to write a checkpoint, and the weights alone, if this step is due."""
         if self._save_due():
             with self.phase("save"):  # its seconds count for the next step
                 self.save()
-        session.save_weights(self.step)
-        if session.stopping():
-            session.stop(self.step, self.save)
+        self.session.save_weights(self.step)
+
+    def stop_if_asked(self) -> None:
+        """Save and raise StoppedError if the job is asked to end."""
+        if self.session.stopping():
+            self.session.stop(self.step, self.save)
 
     def _stragglers(self, times: Sequence[RankTimes], batches: Sequence[Batch]) -> tuple[float | None, str]:
         cost, ranks = CostModel.of(self.actor.spec), self.config.parallel.data

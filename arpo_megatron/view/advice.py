@@ -75,7 +75,7 @@ def _no_signal(metrics: Sequence[Row], _config: Row) -> Advice | None:
         return None
     return Advice(
         "Most tasks teach nothing",
-        f"in {without / trees:.0%} of the recent trees all trajectories have the same reward",
+        f"in {without / trees:.0%} of the recent trees all trajectories have the same reward or are equally correct",
         "choose tasks by difficulty (algorithm.selector), or replace such trees (algorithm.drop_groups_without_signal)",
         "groups_without_signal",
         "docs/reference/algorithms.md",

@@ -76,5 +76,5 @@ def test_update_refuses_a_loss_of_the_wrong_kind():
         total_updates=1,
     )
     packs = pack_trees(*cases.batch(2), token_budget=100)
-    with pytest.raises(ValueError, match="gspo is one of whole batches"):
+    with pytest.raises(ValueError, match="gspo needs the whole batch: call update"):
         actor.accumulate(packs, None, "policy")

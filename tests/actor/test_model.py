@@ -26,9 +26,17 @@ def test_model_refuses_sizes_that_cannot_be_divided(change, what):
 @pytest.mark.parametrize(
     ("spec", "layout", "message"),
     [
-        (cases.QWEN3, {"data": 2, "expert": 2}, "parallel.expert=2, but the model has no experts"),
+        (
+            cases.QWEN3,
+            {"data": 2, "expert": 2},
+            "parallel.expert=2, but the model has no experts: give parallel.expert=1",
+        ),
         (replace(cases.QWEN3, heads=32, vocabulary=66), {"tensor": 4}, "by parallel.tensor=4: give parallel.tensor=2$"),
-        (cases.QWEN3_MOE, {"data": 4, "expert": 4}, r"experts \(6\) cannot be divided by parallel.expert=4"),
+        (
+            cases.QWEN3_MOE,
+            {"data": 4, "expert": 4},
+            r"experts \(6\) cannot be divided by parallel.expert=4: give parallel.expert=2",
+        ),
         (cases.QWEN3_MOE, {"tensor": 2}, "needs parallel.sequence=true"),
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
     ],

@@ -72,9 +72,15 @@ class Steps(TrainingRun):
     def rollout(self):
         return [scored(seed) for seed in range(4)]
 
-    def finish_step(self, trees, batches, old_logprobs, updates):
+    def end_step(self, trees, batches, old_logprobs, updates):
         self.state.step += 1
         self.updates.append(updates)
+
+    def save_if_due(self):
+        pass
+
+    def stop_if_asked(self):
+        pass
 
     def push_weights(self, version):
         pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -164,16 +165,17 @@ def choices(owner: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, str
 
 def test_documented_choices_can_be_overrides() -> None:
     wide = ["model.dtype=bfloat16", "model.hidden_size=256", "model.heads=8", "model.kv_heads=8"]
-    for key, value in choices():
-        if key in ("model.fp8", "model.transformer_impl", "engine.quantization"):
-            resolve.resolve("quickstart", overrides=[*wide, f"{key}={value}"])
-            continue
-        more = ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "files" else []
+    documented = list(choices())
+    assert ("rollout.stale", "drop") in documented
+    for key, value in documented:
+        more = [*wide] if key in ("model.fp8", "model.transformer_impl", "engine.quantization") else []
+        more += ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "files" else []
         more += ["model.path=x"] if value == "rollout" else []
         more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if value == "drop" else []
         more += ["rollout.max_staleness=1"] if value == "keep_kv" else []
         more += ["rollout.max_response_tokens=1024"] if value == "answer_now" else []
-        resolve.resolve("quickstart", overrides=[f"{key}={value}", *more])
+        config = resolve.resolve("quickstart", overrides=[f"{key}={value}", *more])
+        assert attrgetter(key)(config) == value
 
 
 @pytest.mark.parametrize("text", ["1e-5", "0.00001", "1E-5", "10e-6"])

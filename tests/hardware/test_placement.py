@@ -63,7 +63,7 @@ def not_installed(package: str) -> str:
     [
         (["parallel.data=2"], 1, "2 trainer ranks need 2 GPUs, but torch finds 1"),
         (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need 4 GPUs, but torch finds 2"),
-        (["engine.placement=split"], 1, "needs 1 GPUs for the trainer and 1 for engines, but torch finds 1"),
+        (["engine.placement=split"], 1, "1 for engines, but torch finds 1: set engine.placement=colocated"),
         (["model.fp8=current"], 0, "transformer-engine 2.11.0, but transformer-engine is not installed: pip install"),
         (["model.fp8=current"], 1, "needs Transformer Engine"),
         (["model.transformer_impl=transformer_engine", "model.dtype=bfloat16"], 1, "needs Transformer Engine: pip"),

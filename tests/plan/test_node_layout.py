@@ -111,7 +111,7 @@ def test_cpu_ranks_are_divided_among_nodes() -> None:
         ({"placement": "colocated", "replicas": 9}, 8, None, "lower engine.replicas"),
         ({}, 3, None, "cannot be divided among nodes of 3 GPUs"),
         ({}, 0, 16, "16 nodes are too many for 8 trainer"),
-        ({}, 0, 3, "cannot be divided evenly"),
+        ({}, 0, 3, "cannot be divided evenly among 3 nodes: use --nodes 2$"),
     ],
 )
 def test_layout_error_is_one_line(engine: dict[str, object], gpus: int, nodes: int | None, message: str) -> None:

@@ -57,7 +57,7 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         ("deepsearch_32b+8nodes", [], "h100-80", "unknown variant"),
         ("moe_30b_a3b", ["parallel.expert=3", "parallel.data=6"], "h100-80", "experts (128) cannot be divided"),
         ("deepsearch_32b+1node", ["optimizer.offload=false"], "h100-80", "needs"),
-        ("deepsearch_14b", ["algorithm.router_replay=rollout"], "h100-80", "no experts"),
+        ("deepsearch_14b", ["algorithm.router_replay=rollout"], "h100-80", "give algorithm.router_replay=none"),
     ],
 )  # fmt: skip
 def test_impossible_job_has_a_reason(recipe: str, overrides: list[str], gpu: str, reason: str) -> None:

@@ -80,7 +80,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 def test_too_few_tasks_and_a_foreign_state_are_user_errors() -> None:
-    with pytest.raises(UserError, match=r"4 different tasks, .* only 3"):
+    with pytest.raises(UserError, match=r"4 different tasks, .* only 3 .*: lower train\.tasks_per_step or add data$"):
         EpochSelector(tasks(3), 0).next_batch(4)
     state = EpochSelector(tasks(3), 0).state_dict()
     for other in (EpochSelector(tasks(4), 0), EpochSelector(tasks(3), 1)):

@@ -37,6 +37,8 @@ class Rollouts:
     entries_each: int = 1
     failure: str = ""
     """Why every tree fails; "" if none does."""
+    blocked: str = ""
+    """The message of a blocked tool that is the reason."""
 
     def start_trees(
         self, _purpose: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
@@ -83,7 +85,7 @@ class Rollouts:
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
-        failed = [IncompleteTree(tree, self.failure) for tree in trees if self.failure]
+        failed = [IncompleteTree(tree, self.failure, self.blocked) for tree in trees if self.failure]
         return RolloutReport(
             [] if failed else trees, failed, rollout_stats([], RolloutCounts(), [], failed=0, seconds=1.0)
         )

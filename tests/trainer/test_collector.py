@@ -50,22 +50,27 @@ def test_step_trains_fewer_trees_after_the_last_refill(collector: Start) -> None
 
 def test_step_without_trees_names_the_drops(collector: Start) -> None:
     held, _ = collector(lambda _task: False, max_refills=1)
-    with pytest.raises(RuntimeError, match=r"step 1 has no tree to train; dropped: .*8 no_signal"):
+    fix = r"raise rollout\.max_refills, .* or set algorithm\.drop_groups_without_signal=false$"
+    with pytest.raises(UserError, match=rf"^step 1 has no tree to train \(8 no_signal\): {fix}"):
         held.collect(0)
 
 
 def test_step_whose_trees_all_fail_ends_the_run_with_the_reason(collector: Start) -> None:
     held, rollouts = collector(max_refills=1)
     rollouts.failure = "KeyError: 'x' (its traceback is in rollout.log)"
-    with pytest.raises(RuntimeError, match=r"no tree to train; dropped: 8 failed; the last failure: KeyError: 'x' \("):
+    with pytest.raises(RuntimeError, match=r"no tree to train \(8 failed; the last failure: KeyError: 'x' \("):
         held.collect(0)
     assert rollouts.calls == ["start 4", "collect 4", "start 4", "collect 4"], "failed trees are replaced"
 
 
 def test_blocked_tool_ends_the_run_with_the_fix(collector: Start) -> None:
     held, rollouts = collector()
-    rollouts.failure = "ToolBlockedError: The search tool is blocked: search.web.max_requests=3 is reached."
-    with pytest.raises(UserError, match=r"max_requests=3 is reached\. Fix that, then continue the run with --resume"):
+    rollouts.failure = "ToolBlockedError: a text that the message does not repeat"
+    rollouts.blocked = "The search tool is blocked: search.web.max_requests=3 is reached."
+    with pytest.raises(
+        UserError,
+        match=r"^The search tool .* is reached\. Fix that, then continue the run with --resume",
+    ):
         held.collect(0)
 
 

@@ -40,7 +40,7 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
     controller: Any = SimpleNamespace(
         prepare_push=lambda: prepared.append(1),
         probe_tokens=lambda count: [1, 2, 3, 4][:count],
-        resume_trees=resumed.append,
+        collector=SimpleNamespace(after_push=resumed.append),
     )
     assert push_once(session, sync, controller, 7, None) == ("it died", 0.0)
     assert (prepared, probed, resumed) == ([1], [], [])
@@ -59,19 +59,20 @@ def test_checksums_decide_about_a_gap_that_the_first_push_did_not_have(monkeypat
     assert not check_push(1e-2, 5e-4, 3, config, equal=False)
     assert check_push(1e-2, 5e-4, 3, config, equal=True)
     given = replace(config, train=replace(config.train, logprob_gap_limit=1.3e-3))
-    for gap, first, job, equal in (
-        (1e-2, None, config, True),
-        (float("inf"), 5e-4, config, True),
-        (1.4e-3, 5e-4, given, True),
+    unset = r"more than 0.00\d+ \(train\.logprob_gap_limit sets another limit\)$"
+    for gap, first, job, equal, bound in (
+        (1e-2, None, config, True, unset),
+        (float("inf"), 5e-4, config, True, unset),
+        (1.4e-3, 5e-4, given, True, r"more than train\.logprob_gap_limit=0\.0013$"),
     ):
-        with pytest.raises(RuntimeError, match="the engine's log-probs differ from the trainer's"):
+        with pytest.raises(RuntimeError, match=f"the engine's log-probs differ from the trainer's .* {bound}"):
             check_push(gap, first, 3, job, equal=equal)
     answers = [("", 0.01, False), ("", 0.01, True)]
     asked, notes, resumed = [], list[str](), []
     monkeypatch.setattr(push, "_push_and_probe", lambda *_: answers.pop(0))
     sync: Any = SimpleNamespace(verify_next=lambda: asked.append(1))
     session: Any = SimpleNamespace(note=notes.append)
-    controller: Any = SimpleNamespace(resume_trees=resumed.append)
+    controller: Any = SimpleNamespace(collector=SimpleNamespace(after_push=resumed.append))
     assert push_once(session, sync, controller, 4, 5e-4) == ("", 0.01)
     assert (asked, resumed) == ([1], [4])
     assert notes == ["the log-probs after the push of version 4 differ by 1.00e-02 nats: checking all weights"]

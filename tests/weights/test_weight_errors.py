@@ -95,7 +95,7 @@ def test_unsupported_mixtures_are_refused(tmp_path: Path, changes: dict[str, Any
             "Qwen/Qwen3-8B",
             {"tensor": 2, "expert": 2},
             {},
-            r"engine\.expert=2 cannot divide the model's experts: it has none",
+            r"engine\.expert=2 cannot divide the model's experts: it has none; give engine\.expert=1$",
         ),
     ],
 )

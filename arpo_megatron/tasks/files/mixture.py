@@ -107,7 +107,10 @@ class MixtureSelector:
     def next_batch(self, count: int, begun: Collection[str] = ()) -> list[Task]:
         """Return the next tasks; see `TaskSelector`."""
         if count > (total := sum(map(len, self._tasks))):
-            raise UserError(f"a step needs {count} different tasks, but there are only {total} training tasks")
+            raise UserError(
+                f"a step needs {count} different tasks, but there are only {total} training tasks: "
+                "lower train.tasks_per_step or add data"
+            )
         taken = Counter(self._owner.get(each) for each in begun)
         free = [len(tasks) - taken[part] for part, tasks in enumerate(self._tasks)]
         chosen: list[Task] = []

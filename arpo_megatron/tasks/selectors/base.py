@@ -136,7 +136,10 @@ class EpochSelector:
 def check_enough(tasks: Sequence[Task], count: int) -> None:
     """Raise UserError if there are fewer tasks than a batch of `count` needs."""
     if count > len(tasks):
-        raise UserError(f"a step needs {count} different tasks, but there are only {len(tasks)} training tasks")
+        raise UserError(
+            f"a step needs {count} different tasks, but there are only {len(tasks)} training tasks: "
+            "lower train.tasks_per_step or add data"
+        )
 
 
 def draw_matching(
