@@ -38,6 +38,7 @@ from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
 from arpo_megatron.utils.signals import interrupts_call
+from tools_sandbox.utils.logs import limit_uvicorn
 
 _POLL_S = 0.5
 _END_S = 20
@@ -192,6 +193,7 @@ class _Server:
                 lifespan="off",
                 timeout_graceful_shutdown=_END_S,
             )
+            limit_uvicorn()
             self._server = uvicorn.Server(settings)
             self._server.should_exit = self._stopped
             watching = asyncio.create_task(self._watch(check))

@@ -32,6 +32,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.utils.own_names import is_own_name, is_same_origin
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.static_files import static_file
+from tools_sandbox.utils.logs import limit_uvicorn
 
 DEFAULT_PORT = 8750
 _OWN_HOSTS = "use 127.0.0.1, or 0.0.0.0 for all of its own"
@@ -232,4 +233,5 @@ def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> Non
         suffix = "" if token is None else f"?token={token}"
         print(f"http://{address}:{listening.getsockname()[1]}/{suffix}", flush=True)
         config = uvicorn.Config(application(pages, token, host), log_level="warning", access_log=False, lifespan="off")
+        limit_uvicorn()
         uvicorn.Server(config).run(sockets=[listening])

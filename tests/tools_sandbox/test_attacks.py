@@ -236,6 +236,30 @@ def test_call_has_no_huge_pages_unless_kernel_counts_them(attacked: tuple[Sandbo
     assert enabled == ["1" if "control groups: yes" in service.stderr() else "0"]
 
 
+COLLAPSE = """
+import mmap
+pages = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE)
+pages.write(bytes(b"1") * (4 << 20))
+for advice in (14, 25):  # MADV_HUGEPAGE, which is only a wish, and MADV_COLLAPSE, which asks at once
+    try: pages.madvise(advice)
+    except OSError as error: print(advice, "refused")
+try: smaps = open("/proc/self/smaps").readlines()
+except PermissionError: smaps = []  # at level `process`
+print("huge pages:", sum(int(line.split()[1]) for line in smaps if line.startswith("AnonHugePages")) > 0)
+"""
+
+
+def test_call_cannot_collapse_its_pages_into_huge_ones_unless_kernel_counts_them(
+    attacked: tuple[SandboxClient, Any],
+) -> None:
+    """MADV_COLLAPSE makes huge pages whatever the machine's setting is, but not against that of the process."""
+    client, service = attacked
+    text = client.call("python", {"code": COLLAPSE}).text
+    counted = "control groups: yes" in service.stderr()
+    assert ("25 refused" in text) != counted, text
+    assert is_at_process(service) or text.endswith(f"huge pages: {counted}"), text
+
+
 SLOW_OTHERS = """
 import os
 group = os.getpgid(os.getppid())

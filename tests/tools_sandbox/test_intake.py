@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from tests.tools_sandbox.helpers.services import running
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.service.connection import Connection
 from tools_sandbox.service.intake import Intake
+from tools_sandbox.utils.logs import RarerAndRarer, TextFormatter
 
 TOKEN = "open sesame"
 BODY_BYTES = 8_000_000
@@ -61,6 +63,45 @@ def test_incomplete_bodies_starve_no_caller(guarded: Any) -> None:
         assert requests.get(f"{guarded.url}/health", timeout=30).json()["status"] == "ok"
         with SandboxClient(guarded.url, TOKEN) as client:
             assert client.call("python", {"code": "6 * 7"}).text == "42"
+
+
+def test_strangers_cannot_fill_or_forge_the_log(guarded: Any) -> None:
+    """Without a token: requests that are no HTTP, forged lines in path and headers, upgrades, wrong tokens."""
+    before, forged = len(guarded.stderr()), b'{"level": "info", "event": "forged"}'
+    port = int(guarded.url.rsplit(":", 1)[1])
+    requests_of_strangers = (
+        b"\n" + forged + b"\n\r\n\r\n",
+        b"GET /%0a" + forged.replace(b" ", b"%20") + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: a\x1b[2J\r\n" + forged + b"\r\n\r\n",
+        b"GET /tools HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    )
+    for _ in range(20):
+        for each in requests_of_strangers:
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(each)
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 4")
+    lines = guarded.stderr()[before:].splitlines()
+    assert len(lines) <= 18 and not any("forged" in line or "\x1b" in line for line in lines), lines
+
+
+def test_text_log_has_one_line_per_record_of_a_stranger() -> None:
+    formatter, rarer = TextFormatter(), RarerAndRarer()
+
+    def record(text: str, level: int = logging.WARNING) -> logging.LogRecord:
+        return logging.LogRecord("uvicorn.error", level, "", 0, text, None, None)
+
+    assert (
+        formatter.format(record("a\ntools_sandbox: ready\x1b[2J")) == "tools_sandbox: a\\ntools_sandbox: ready\\x1b[2J"
+    )
+    try:
+        raise ValueError("x\ntools_sandbox: ready")
+    except ValueError as error:
+        failed = record("failed")
+        failed.exc_info = (ValueError, error, error.__traceback__)
+    assert [line[:3] for line in formatter.format(failed).splitlines()[1:]] == ["  |"] * 5
+    written = [each.getMessage() for each in (record("bad") for _ in range(9)) if rarer.filter(each)]
+    assert written == ["bad", *(f"bad (warning {count} of this kind)" for count in (2, 4, 8))]
+    assert all(rarer.filter(record("broken", logging.ERROR)) for _ in range(9))
 
 
 def test_headers_have_a_deadline() -> None:
