@@ -15,6 +15,7 @@ from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.rollout.node import Node
 from arpo_megatron.tree import Role
+from arpo_megatron.utils.signals import run_in_loop
 
 ANSWER_TOKENS = 300
 PROMPT_TOKENS = 16_000
@@ -27,7 +28,7 @@ def client_ms() -> float:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            return asyncio.run(_measure(f"http://127.0.0.1:{int(server.stdout.readline())}"))
+            return run_in_loop(_measure(f"http://127.0.0.1:{int(server.stdout.readline())}"))
         finally:
             server.kill()
 

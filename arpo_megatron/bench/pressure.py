@@ -5,7 +5,6 @@ empty cache. The baseline sends every request at once, so the engine runs them f
 take a request of their own. Steps of both alternate, so other load on the machine slows both.
 """
 
-import asyncio
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.utils.signals import run_in_loop
 
 ALGORITHM = AlgorithmConfig(group_size=8, initial_rollouts=4, entropy_tokens=4)
 TASKS = 8
@@ -83,10 +83,10 @@ def bench_pressure(*, progress: bool) -> dict[str, Any]:
         log = Path(folder) / "engine.log"
         codec = TokenizerCodec(model)
         with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
-            need = asyncio.run(_need(engine.url, codec))
+            need = run_in_loop(_need(engine.url, codec))
         small = replace(ENGINE, max_total_tokens=need // POOL_SHARE)
         with launch_engine(model, small, dtype="float32", seed=SEED, log_path=log) as engine:
-            runs = asyncio.run(_alternate(engine.url, codec, STEPS, progress=progress))
+            runs = run_in_loop(_alternate(engine.url, codec, STEPS, progress=progress))
     free, held = runs["independent"], runs["admission"]
     return {
         "speedup_pressure": (held.tokens / held.seconds) / (free.tokens / free.seconds),

@@ -39,6 +39,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.calls import STOP_STRINGS
 from arpo_megatron.trainer.collector import collect_request
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.utils.signals import run_in_loop
 
 ALGORITHM = AlgorithmConfig(group_size=8, initial_rollouts=4, entropy_tokens=4)
 TASKS = 8
@@ -225,7 +226,7 @@ def bench_rollout(*, full: bool, progress: bool) -> dict[str, Any]:
         with launch_engine(model, ENGINE, dtype="float32", seed=SEED, log_path=log) as engine:
             steps = STEPS if full else STEPS // 2
             bench = Bench(engine.url, TokenizerCodec(model), progress=progress, steps=steps)
-            runs = asyncio.run(_all(bench, latencies))
+            runs = run_in_loop(_all(bench, latencies))
         scale = {"controller": bench_controller(model)} if full else {}
     pressure = bench_pressure(progress=progress)
     return {

@@ -3,7 +3,6 @@
 This machine isolates python calls as the job wants, and the service accepts the job's config and offers its tools.
 """
 
-import asyncio
 import os
 import secrets
 import subprocess
@@ -22,6 +21,7 @@ from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, c
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
+from arpo_megatron.utils.signals import run_in_loop
 from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -129,7 +129,7 @@ def _offered(config: JobConfig, run: RunDirectory, log: Path, names_log: bool) -
         with service.stdout:
             ready = service.stdout.readline().split()
             if len(ready) == 2:
-                return asyncio.run(_listed(ready[1], token))
+                return run_in_loop(_listed(ready[1], token))
     finally:
         deadline.cancel()
         stop_groups([service])

@@ -38,6 +38,7 @@ from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.atomic import read_json
 from arpo_megatron.utils.signals import interrupts_call
+from arpo_megatron.utils.web_server import CommandServer
 from tools_sandbox.utils.logs import limit_uvicorn
 
 _POLL_S = 0.5
@@ -130,7 +131,7 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
     target, config = plan(request.target, request.overrides, request.model)
     with agent_services(target, config) as (job, ready):
         server = _Server(request, target, config, ready)
-        with interrupts_call(server.stop):
+        with interrupts_call(server.end):
             listening, address = bind()
             print(f"{address}/v1", flush=True)
             job.progress.next_command("arpo", "chat", f"{address}/v1")
@@ -162,14 +163,20 @@ class _Server:
 
     def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: Services) -> None:
         self._request, self._target, self._config, self._ready = request, target, config, ready
-        self._server: uvicorn.Server | None = None
+        self._server: CommandServer | None = None
         self._stopped = False
 
     def stop(self) -> None:
-        """End the server, from any thread or from the handler of a signal, also before it has started."""
+        """End the server from any thread, also before it has started."""
         self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
+
+    def end(self) -> None:
+        """End the server for a signal; the second one cuts answers in progress short."""
+        self._stopped = True
+        if self._server is not None:
+            self._server.end()
 
     async def run(self, listening: socket.socket, check: Callable[[], None]) -> None:
         """Serve until `stop`, a signal, or until `check` raises; that error is raised here."""
@@ -194,7 +201,7 @@ class _Server:
                 timeout_graceful_shutdown=_END_S,
             )
             limit_uvicorn()
-            self._server = uvicorn.Server(settings)
+            self._server = CommandServer(settings)
             self._server.should_exit = self._stopped
             watching = asyncio.create_task(self._watch(check))
             await self._server.serve(sockets=[listening])

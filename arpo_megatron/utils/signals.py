@@ -3,11 +3,12 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.02
 _Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
@@ -59,6 +60,35 @@ def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
     """
     with _handled_by(lambda number, frame: function()):
         yield
+
+
+def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does. A signal cancels it, and `Interrupted` is raised after its clean-up.
+
+    The handler does not raise: the exception would end whichever task runs at that moment, and could be lost with it.
+    """
+    import asyncio  # late: it takes longer to import than the handlers may wait
+
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(work)
+    arrived: list[bool] = []
+
+    async def cancelled_by_signals() -> T:
+        task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+
+        def cancel() -> None:
+            arrived.append(True)
+            loop.call_soon_threadsafe(task.cancel)
+
+        with interrupts_call(cancel):
+            return await task
+
+    try:
+        return asyncio.run(cancelled_by_signals())
+    except asyncio.CancelledError:
+        if arrived:
+            raise Interrupted from None
+        raise
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.own_names import is_own_name, is_same_origin
+from arpo_megatron.utils.signals import Interrupted, interrupts_call
+from arpo_megatron.utils.web_server import CommandServer
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.static_files import static_file
 from tools_sandbox.utils.logs import limit_uvicorn
@@ -226,6 +228,7 @@ def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> Non
 
     Raises:
         UserError: the address cannot be used.
+        Interrupted: a signal ended the server.
     """
     token = secrets.token_urlsafe(24) if with_token or not is_loopback(host) else None
     with listen(host, port) as listening:
@@ -234,4 +237,13 @@ def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> Non
         print(f"http://{address}:{listening.getsockname()[1]}/{suffix}", flush=True)
         config = uvicorn.Config(application(pages, token, host), log_level="warning", access_log=False, lifespan="off")
         limit_uvicorn()
-        uvicorn.Server(config).run(sockets=[listening])
+        server, ended = CommandServer(config), list[bool]()
+
+        def end() -> None:
+            ended.append(True)
+            server.end()
+
+        with interrupts_call(end):
+            server.run(sockets=[listening])
+    if ended:
+        raise Interrupted

@@ -1,12 +1,15 @@
 """Signals that ask a process to end."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 import textwrap
 import weakref
 
-from arpo_megatron.utils.signals import interrupts_call
+import pytest
+
+from arpo_megatron.utils.signals import interrupts_call, run_in_loop
 
 
 class Kept:
@@ -93,3 +96,41 @@ def test_second_signal_after_the_command_has_no_traceback() -> None:
         main()
     """
     assert ended(code) == (-signal.SIGINT, "", "arpo: interrupted\n")
+
+
+def test_signal_ends_an_event_loop_in_order() -> None:
+    """The signal comes while a task of a group computes: an exception there would end only that task."""
+    code = """
+        import asyncio
+        from arpo_megatron.utils.signals import run_in_loop
+        async def busy(number):
+            try:
+                while True:
+                    if number == 1:
+                        signal.raise_signal(signal.SIGINT)
+                    await asyncio.sleep(0.01)
+            finally:
+                print("cleaned up")
+        async def main():
+            async with asyncio.TaskGroup() as group:
+                for number in range(2):
+                    group.create_task(busy(number))
+        try:
+            run_in_loop(main())
+        except Interrupted:
+            print("interrupted")
+    """
+    assert ended(code) == (0, "cleaned up\n" * 2 + "interrupted\n", "")
+
+
+def test_loop_returns_what_its_coroutine_returns() -> None:
+    async def one() -> int:
+        return 1
+
+    async def failing() -> int:
+        raise ValueError("wrong")
+
+    assert run_in_loop(one()) == 1
+    assert asyncio.run(asyncio.to_thread(run_in_loop, one())) == 1, "also in another thread"
+    with pytest.raises(ValueError, match="wrong"):
+        run_in_loop(failing())

@@ -1,10 +1,15 @@
 """The server of `arpo view`: what it answers, whom it refuses, and that hostile text stays text."""
 
 import json
+import logging
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -15,9 +20,10 @@ from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
+from arpo_megatron.utils.signals import Interrupted
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import find_runs, is_locked
-from arpo_megatron.view.server import application, is_loopback, listen
+from arpo_megatron.view.server import application, is_loopback, listen, serve
 from arpo_megatron.view.tree_page import token_texts
 from tests.view.stored_run import HOSTILE, STEPS, decode, grown, make_run, scored, tokenizer, trained, write_step
 
@@ -210,6 +216,44 @@ def test_port_in_use_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("arpo_megatron.view.server.DEFAULT_PORT", port)
         with listen("127.0.0.1", None) as other:
             assert other.getsockname()[1] != port
+
+
+def test_signals_end_the_server_without_a_traceback(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first waits for an answer in progress, the second does not; SIGHUP comes when a terminal is closed."""
+    asked = threading.Event()
+
+    def answer(*_: object) -> None:
+        asked.set()
+        time.sleep(1)
+
+    monkeypatch.setattr(Pages, "answer", answer)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "disabled", False)  # again after the test
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/data/run", timeout=30)
+
+    def ask_and_end() -> None:
+        asking = threading.Thread(target=ask)
+        while not asked.is_set():
+            asking = threading.Thread(target=ask)
+            asking.start()
+            asked.wait(0.3)
+        for _ in range(2):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)
+            time.sleep(0.1)
+        asking.join()
+
+    ending = threading.Thread(target=ask_and_end)
+    ending.start()
+    with pytest.raises(Interrupted):
+        serve(pages, host="127.0.0.1", port=port, with_token=False)
+    ending.join()
+    assert capfd.readouterr().err == ""
 
 
 def test_page_follows_a_run(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ The time of a decoding step is that of a few hundred more tokens of the same req
 Its floor is the time for reading weights, keys and values at the rate of a large copy in this process.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +38,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.utils.signals import run_in_loop
 
 SEED = 1
 LARGEST = 256
@@ -141,7 +141,7 @@ class RolloutBench:
         tasks = [Task(f"task {number}", (), "", "math", text) for number, text in enumerate(texts)]
         (engine,) = self.engines.only(kind)
         requests.post(f"{engine.url}/flush_cache", timeout=REQUEST_TIMEOUT_S).raise_for_status()
-        stats = asyncio.run(self._grow(engine.url, codec, tasks)).stats
+        stats = run_in_loop(self._grow(engine.url, codec, tasks)).stats
         return {
             "trees": stats.trees,
             "failed": stats.failed,

@@ -31,6 +31,7 @@ from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
 from arpo_megatron.tasks.tags import calls
 from arpo_megatron.tree import Finish
 from arpo_megatron.utils import chat_client
+from arpo_megatron.utils.signals import run_in_loop
 from arpo_megatron.utils.text import whole_characters
 from tools_sandbox.client import SandboxError
 
@@ -98,7 +99,7 @@ class ServerAgent:
         Raises:
             UserError: the server cannot be reached, or rejects the kind of request that is needed.
         """
-        asyncio.run(self._answer_all(pending, deliver))
+        run_in_loop(self._answer_all(pending, deliver))
 
     async def _answer_all(self, pending: Sequence[PendingQuestion], deliver: Deliver) -> None:
         slots = asyncio.Semaphore(self.config.engine.max_running_requests)
@@ -342,7 +343,7 @@ def served_model(url: str, config: JobConfig, log: Log = lambda _text: None) -> 
             return await first_answer(chat_client.model_names, client, url, config, log)
 
     try:
-        found = asyncio.run(names())
+        found = run_in_loop(names())
     except (openai.APIError, chat_client.UnreadableReplyError) as error:
         raise UserError(f"{url} does not list its models ({_text(error)}); name one with --model NAME") from None
     if len(found) != 1:
