@@ -27,7 +27,7 @@ from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_tar
 from arpo_megatron.actor.pass_clock import PassClock
 from arpo_megatron.actor.reference import ReferencePolicy
 from arpo_megatron.actor.schedule import (
-    Finish,
+    LossFunction,
     forward_order,
     own_groups,
     pass_order,
@@ -307,7 +307,7 @@ class Actor:
         self,
         packs: Sequence[TreePack],
         old_logprobs: Sequence[Float32Array] | None,
-        finish: Finish,
+        finish: LossFunction,
         *,
         temperature: float,
         forward_only: bool,
@@ -332,7 +332,7 @@ class Actor:
         padded: Sequence[TreePack],
         groups: Sequence[Sequence[int]],
         batches: MicroBatches,
-        finish: Finish,
+        finish: LossFunction,
         *,
         temperature: float,
         forward_only: bool,

@@ -24,7 +24,7 @@ from arpo_megatron.config import ParallelConfig
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import last_uses, rank_groups
 
-Finish = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
+LossFunction = Callable[[MicroBatch, tuple[Tensor, Tensor]], tuple[Tensor | None, Any]]
 """A function from a micro-batch and the model output to the loss (None in a forward-only pass) and a value to keep."""
 
 Passes = Sequence[tuple[str, int]]
@@ -89,7 +89,7 @@ def run_nested(
     model: Any,
     batches: MicroBatches,
     order: Passes,
-    finish: Finish,
+    finish: LossFunction,
     *,
     temperature: float,
     forward_only: bool,
@@ -136,7 +136,7 @@ def run_pipeline(
     chunks: Sequence[Any],
     batches: MicroBatches,
     groups: Sequence[Sequence[int]],
-    finish: Finish,
+    finish: LossFunction,
     *,
     temperature: float,
     forward_only: bool,

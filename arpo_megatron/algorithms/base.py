@@ -126,11 +126,11 @@ class Factors:
     """float[m]."""
     penalty: "Tensor | None" = None
     """float[m]; None: 0."""
-    cut_high: "Tensor | None" = None
+    clipped_high: "Tensor | None" = None
     """bool[m], tokens whose positive gradient is changed by an upper bound, for the statistics."""
-    cut_low: "Tensor | None" = None
+    clipped_low: "Tensor | None" = None
     """bool[m], tokens whose negative gradient is changed by a lower bound."""
-    cut_dual: "Tensor | None" = None
+    clipped_dual: "Tensor | None" = None
     """bool[m], tokens whose negative gradient is changed by an upper bound."""
 
 

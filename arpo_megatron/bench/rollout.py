@@ -29,7 +29,7 @@ from arpo_megatron.bench.tool_calling_model import write_model
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, JobConfig, RolloutConfig, TrainConfig
 from arpo_megatron.engine.affinity import EngineState
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.exchange import FirstTokens
+from arpo_megatron.engine.exchange import FirstTokensListener
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -108,7 +108,7 @@ class MeteredEngine(EngineClient):
         self._since = time.monotonic()
 
     async def _exchange(
-        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
+        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokensListener | None = None
     ) -> dict[str, Any]:
         self._change(1)
         try:

@@ -120,10 +120,10 @@ def information(
     each. Stopped at any moment, the same command continues; `information-page` shows what there is.
     """
     from arpo_megatron.monitor.progress import Progress
-    from arpo_megatron.studies.information.sampling import INFO, Plan, sample
+    from arpo_megatron.studies.information.sampling import INFO, SamplingPlan, sample
     from arpo_megatron.utils.atomic import write_json
 
-    plan = Plan.create(recipe, overrides or [], out)
+    plan = SamplingPlan.create(recipe, overrides or [], out)
     out.mkdir(parents=True, exist_ok=True)
     counts = ["--trees", str(trees), "--direction-trees", str(direction_trees), "--out", str(out)]
     command = shlex.join(["arpo", "study", "information", recipe, *(overrides or []), *counts])

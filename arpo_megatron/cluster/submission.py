@@ -13,7 +13,7 @@ from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.models.known import load_spec
-from arpo_megatron.plan import Plan
+from arpo_megatron.plan import JobEstimate
 from arpo_megatron.plan.memory import checkpoint_bytes
 from arpo_megatron.plan.node_layout import NodeLayout
 
@@ -29,7 +29,7 @@ class Submission:
     run: RunDirectory
     chain: int = 1
     """Number of jobs to queue; each continues the one before."""
-    forecast: Plan | None = None
+    forecast: JobEstimate | None = None
     """Expected memory and time; None without `ClusterProfile.hardware`."""
     resume: bool = False
     """Whether the run exists already."""

@@ -17,7 +17,7 @@ import requests
 from numpy.typing import NDArray
 
 from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, Piece, Sample
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart, Sample
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
 from arpo_megatron.errors import UserError
 
@@ -138,7 +138,7 @@ class EngineAdmin:
 
         return wait
 
-    def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[Piece]]]:
+    def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[ChecksummedPart]]]:
         """Return, for each engine, the pieces of the samples that its ranks hold, with their checksums.
 
         Args:
@@ -148,7 +148,11 @@ class EngineAdmin:
         answers = [post.result() for post in self.post_all("weights_checker", [(url, body) for url in self.urls])]
         return [
             {
-                name: [Piece.from_json(p) for rank in answer["ranks"] for p in json.loads(rank["checksums"][name])]
+                name: [
+                    ChecksummedPart.from_json(p)
+                    for rank in answer["ranks"]
+                    for p in json.loads(rank["checksums"][name])
+                ]
                 for name in samples
             }
             for answer in answers

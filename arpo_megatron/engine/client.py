@@ -20,7 +20,7 @@ from arpo_megatron.engine.affinity import ROUTING_KEY_HEADER, CacheId, EngineRou
 from arpo_megatron.engine.capacity import EngineCapacity, read_capacities, total_capacity
 from arpo_megatron.engine.exchange import (
     CONNECT_TIMEOUT_S,
-    FirstTokens,
+    FirstTokensListener,
     StaleError,
     TransientError,
     abort_all,
@@ -216,7 +216,7 @@ class EngineClient:
             EngineRefusedError: the request itself is at fault.
             ValueError: the engine does not return the routes.
         """
-        watch = None if first is None else FirstTokens(first[0], partial(self._accept_first, *first))
+        watch = None if first is None else FirstTokensListener(first[0], partial(self._accept_first, *first))
         stream = 0 if not self.streams else NO_MORE if first is None else first[0]
         body = generation_request(
             input_ids,
@@ -276,7 +276,7 @@ class EngineClient:
         key: str = "",
         ready: Callable[[], Awaitable[None]] | None = None,
         on_retry: Callable[[], None] = lambda: None,
-        first: FirstTokens | None = None,
+        first: FirstTokensListener | None = None,
     ) -> dict[str, Any]:
         """POST /generate until a new enough policy answers; raise if the request is refused or the retries run out.
 
@@ -333,7 +333,7 @@ class EngineClient:
         return self._gate.is_set()
 
     async def _attempt(
-        self, engine: EngineState, body: Mapping[str, Any], key: str = "", first: FirstTokens | None = None
+        self, engine: EngineState, body: Mapping[str, Any], key: str = "", first: FirstTokensListener | None = None
     ) -> dict[str, Any]:
         self._in_flight += 1
         try:
@@ -344,7 +344,7 @@ class EngineClient:
                 self._idle.set()
 
     async def _exchange(
-        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokens | None = None
+        self, engine: EngineState, body: Mapping[str, Any], key: str, first: FirstTokensListener | None = None
     ) -> dict[str, Any]:
         headers = {ROUTING_KEY_HEADER: key} if key else {}
         answer = await post_generation(

@@ -1,7 +1,8 @@
 """One attempt of a generation: the HTTP exchange with an engine, and the meaning of its failures.
 
 A streamed answer arrives in pieces, each with all tokens so far. The server sends the first token, the first
-`FirstTokens.count` + 1 tokens, and the whole answer (`server/stream.py`). The first piece shows that the request runs.
+`FirstTokensListener.count` + 1 tokens, and the whole answer (`server/stream.py`). The first piece shows that the
+request runs.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class StaleError(TransientError):
 
 
 @dataclass(slots=True)
-class FirstTokens:
+class FirstTokensListener:
     """A request to hear of the first tokens of an answer while the engine samples the rest."""
 
     count: int
@@ -64,7 +65,7 @@ async def post_generation(
     headers: Mapping[str, str],
     *,
     timeout_s: float,
-    first: FirstTokens | None,
+    first: FirstTokensListener | None,
 ) -> dict[str, Any]:
     """Send a request once and return its whole answer; set `engine.incarnation`.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from arpo_megatron.evaluation.journal import Outcome
 from arpo_megatron.rewards.base import environment_rewards, last_turn
-from arpo_megatron.rollout.messages import IncompleteTree
+from arpo_megatron.rollout.messages import FailedTree
 from arpo_megatron.tree import FAILED_CALL, Finish, Role, RolloutTree
 
 Decode = Callable[[list[int]], str]
@@ -100,7 +100,7 @@ _FAILURES = {
 }
 
 
-def failed_response(failed: IncompleteTree) -> NoResponse:
+def failed_response(failed: FailedTree) -> NoResponse:
     """Return the outcome of the attempts in a tree that could not be finished."""
     name, _, rest = failed.reason.partition(": ")
     return NoResponse(_FAILURES.get(name, Outcome.ENGINE), rest or name)

@@ -22,7 +22,7 @@ from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.launch.trainer_metrics import trainer_metrics
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
-from arpo_megatron.rollout.endpoints import Services, uses_expert_routes
+from arpo_megatron.rollout.endpoints import ServiceEndpoints, uses_expert_routes
 from arpo_megatron.rollout.service import rollout_service, rollout_socket
 from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
@@ -65,7 +65,7 @@ class Job:
 
 
 @contextmanager
-def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = False) -> Iterator[Services]:
+def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = False) -> Iterator[ServiceEndpoints]:
     """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
@@ -109,7 +109,7 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
         )
         if router is not None:
             supervisor.serve(backend.place("router", router))
-        yield Services(
+        yield ServiceEndpoints(
             " ".join(sandbox.url for sandbox in sandboxes),
             urls,
             rollout_socket(scratch),

@@ -16,7 +16,7 @@ from torch import Tensor
 from arpo_megatron.models.spec import Family, ModelSpec
 
 
-class Layout(Enum):
+class ShardRule(Enum):
     """How a rank's parameter is composed of the Hugging Face tensors of its row."""
 
     WHOLE = "every rank holds all of it"
@@ -27,7 +27,7 @@ class Layout(Enum):
     @property
     def split_dim(self) -> int | None:
         """Dimension of the Hugging Face tensors that tensor parallelism divides; None for whole tensors."""
-        return {Layout.WHOLE: None, Layout.COLUMNS: 1}.get(self, 0)
+        return {ShardRule.WHOLE: None, ShardRule.COLUMNS: 1}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Row:
     layer after them and keep all experts of a rank in one module."""
     hf: Mapping[str, tuple[str, ...]]
     """Hugging Face names with the names of their dimensions (see `sizes`), in Megatron's order."""
-    layout: Layout
+    layout: ShardRule
     """How the tensors are divided and combined."""
     copy: bool = False
     """The last pipeline stage's copy of a parameter that another row names: loaded, but never exported."""
@@ -55,12 +55,12 @@ _COMMON = (
     Row(
         ("embedding.word_embeddings.weight",),
         {"model.embed_tokens.weight": ("vocabulary", "hidden")},
-        Layout.ROWS,
+        ShardRule.ROWS,
     ),
     Row(
         (_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
         {_HF + "input_layernorm.weight": ("hidden",)},
-        Layout.WHOLE,
+        ShardRule.WHOLE,
     ),
     Row(
         (_ATTENTION + "linear_qkv.weight",),
@@ -69,52 +69,52 @@ _COMMON = (
             _HF_ATTENTION + "k_proj.weight": ("keys", "hidden"),
             _HF_ATTENTION + "v_proj.weight": ("keys", "hidden"),
         },
-        Layout.GROUPS,
+        ShardRule.GROUPS,
         product=True,
     ),
     Row(
         (_ATTENTION + "linear_proj.weight",),
         {_HF_ATTENTION + "o_proj.weight": ("hidden", "queries")},
-        Layout.COLUMNS,
+        ShardRule.COLUMNS,
         product=True,
     ),
     Row(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
         {_HF + "post_attention_layernorm.weight": ("hidden",)},
-        Layout.WHOLE,
+        ShardRule.WHOLE,
     ),
     Row(
         ("decoder.final_layernorm.weight",),
         {"model.norm.weight": ("hidden",)},
-        Layout.WHOLE,
+        ShardRule.WHOLE,
     ),
 )
 _MLP = (
     Row(
         (_LAYER + "mlp.linear_fc1.weight",),
         {_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
-        Layout.ROWS,
+        ShardRule.ROWS,
         product=True,
     ),
     Row(
         (_LAYER + "mlp.linear_fc2.weight",),
         {_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
-        Layout.COLUMNS,
+        ShardRule.COLUMNS,
         product=True,
     ),
 )
 _MIXTURE = (
-    Row((_LAYER + "mlp.router.weight",), {_HF + "mlp.gate.weight": ("experts", "hidden")}, Layout.WHOLE),
+    Row((_LAYER + "mlp.router.weight",), {_HF + "mlp.gate.weight": ("experts", "hidden")}, ShardRule.WHOLE),
     Row(
         (_EXPERTS + "local_experts.{expert}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{expert}"),
         {_HF_EXPERT + "gate_proj.weight": ("ffn", "hidden"), _HF_EXPERT + "up_proj.weight": ("ffn", "hidden")},
-        Layout.ROWS,
+        ShardRule.ROWS,
         product=True,
     ),
     Row(
         (_EXPERTS + "local_experts.{expert}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{expert}"),
         {_HF_EXPERT + "down_proj.weight": ("hidden", "ffn")},
-        Layout.COLUMNS,
+        ShardRule.COLUMNS,
         product=True,
     ),
 )
@@ -125,13 +125,13 @@ _QKV_BIAS = Row(
         _HF_ATTENTION + "k_proj.bias": ("keys",),
         _HF_ATTENTION + "v_proj.bias": ("keys",),
     },
-    Layout.GROUPS,
+    ShardRule.GROUPS,
 )
-_Q_NORM = Row((_ATTENTION + "q_layernorm.weight",), {_HF_ATTENTION + "q_norm.weight": ("head",)}, Layout.WHOLE)
-_K_NORM = Row((_ATTENTION + "k_layernorm.weight",), {_HF_ATTENTION + "k_norm.weight": ("head",)}, Layout.WHOLE)
-_HEAD = Row(("output_layer.weight",), {"lm_head.weight": ("vocabulary", "hidden")}, Layout.ROWS)
+_Q_NORM = Row((_ATTENTION + "q_layernorm.weight",), {_HF_ATTENTION + "q_norm.weight": ("head",)}, ShardRule.WHOLE)
+_K_NORM = Row((_ATTENTION + "k_layernorm.weight",), {_HF_ATTENTION + "k_norm.weight": ("head",)}, ShardRule.WHOLE)
+_HEAD = Row(("output_layer.weight",), {"lm_head.weight": ("vocabulary", "hidden")}, ShardRule.ROWS)
 _TIED_HEAD = Row(
-    ("output_layer.weight",), {"model.embed_tokens.weight": ("vocabulary", "hidden")}, Layout.ROWS, copy=True
+    ("output_layer.weight",), {"model.embed_tokens.weight": ("vocabulary", "hidden")}, ShardRule.ROWS, copy=True
 )
 
 FAMILIES: Mapping[Family, tuple[Row, ...]] = {
@@ -184,7 +184,7 @@ class Entry:
     """Possible names of the parameter, with numbers of the whole model."""
     hf: Mapping[str, tuple[int, ...]]
     """Hugging Face names and full shapes."""
-    layout: Layout
+    layout: ShardRule
     groups: int
     """Query groups (key/value heads) of the whole model."""
     layer: int | None
@@ -214,11 +214,11 @@ class Entry:
 
         Parts that are interleaved by query group are [groups of the rank, rows of a group, ...].
         """
-        if self.layout is Layout.GROUPS:
+        if self.layout is ShardRule.GROUPS:
             widths = [size[0] // self.groups for size in self.hf.values()]
             grouped = parameter.view(self.groups // ranks, sum(widths), *parameter.shape[1:])
             return list(grouped.split(widths, dim=1))
-        if self.layout is Layout.ROWS:
+        if self.layout is ShardRule.ROWS:
             return list(parameter.split([self.part_shape(size, ranks)[0] for size in self.hf.values()]))
         return [parameter]
 
@@ -234,7 +234,7 @@ class Entry:
             return [[Rows(name, size, 0, size[0]) for name, size in self.hf.items()]]
         found = []
         for name, size in self.hf.items():
-            unit = size[0] // self.groups if self.layout is Layout.GROUPS else 1
+            unit = size[0] // self.groups if self.layout is ShardRule.GROUPS else 1
             step = unit * max(1, limit // (unit * prod(size[1:])))
             starts = range(0, size[0], step)
             found += [[Rows(name, size, first, min(first + step, size[0]))] for first in starts]

@@ -4,6 +4,6 @@ May import `actor`, `jobs` and the layers below them, but not torch.
 """
 
 from arpo_megatron.hardware.specs import GPUS, Hardware
-from arpo_megatron.plan.fit import Plan, plan
+from arpo_megatron.plan.fit import JobEstimate, plan
 
-__all__ = ["GPUS", "Hardware", "Plan", "plan"]
+__all__ = ["GPUS", "Hardware", "JobEstimate", "plan"]

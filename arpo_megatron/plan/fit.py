@@ -26,7 +26,7 @@ class Unfit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobEstimate:
     """The needs of a job on given hardware."""
 
     config: JobConfig
@@ -143,7 +143,7 @@ class Workloads:
 
 def plan(
     config: JobConfig, hardware: Hardware, nodes: int | None = None, *, workloads: Workloads | None = None
-) -> Plan:
+) -> JobEstimate:
     """Plan a job.
 
     Args:
@@ -171,7 +171,7 @@ def plan(
     phases = timing.phase_seconds(config, spec, hardware, work, needs.kv_tokens)
     held = [stage_parameters(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
     count = layout.nodes if layout else 1
-    return Plan(
+    return JobEstimate(
         config=config,
         hardware=hardware,
         layout=layout,

@@ -14,7 +14,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.plan.fit import Plan
+from arpo_megatron.plan.fit import JobEstimate
 from arpo_megatron.plan.memory import colocated, kv_bytes
 from arpo_megatron.plan.parameters import active_parameters
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
@@ -90,7 +90,7 @@ class Recommendation:
         return "\n".join(lines) + "\n"
 
 
-def recommend(plan: Plan) -> Recommendation:
+def recommend(plan: JobEstimate) -> Recommendation:
     """Simulate a job's rollouts with each admission and staleness, then with each constant larger and smaller."""
     (base, part), tools_s = rollout_model(plan), TOOL_S
     results = _compare(base, tools_s)
@@ -103,7 +103,7 @@ def recommend(plan: Plan) -> Recommendation:
     return Recommendation(base, part, results, choice, tuple(changed))
 
 
-def rollout_model(plan: Plan) -> tuple[RolloutModel, float]:
+def rollout_model(plan: JobEstimate) -> tuple[RolloutModel, float]:
     """Return the model of one engine of a job, and the share of it that the model has.
 
     More than `MOST_TREES` trees per step take too long; then pool and batch are smaller in the same proportion.

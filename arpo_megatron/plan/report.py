@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import GIB
-from arpo_megatron.plan.fit import Plan
+from arpo_megatron.plan.fit import JobEstimate
 from arpo_megatron.plan.search import LayoutSearchResult
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -19,7 +19,7 @@ LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
 """Config keys that a search changes."""
 
 
-def render(plan: Plan) -> str:
+def render(plan: JobEstimate) -> str:
     """Return a plan as text: sizes, memory by part, seconds by phase, and whether the job fits."""
     return "\n".join(_lines(plan)) + "\n"
 
@@ -52,7 +52,7 @@ def layout(parallel: ParallelConfig) -> str:
     return ", ".join([*([product] if product else []), *more])
 
 
-def overrides_between(plan: Plan, base: JobConfig) -> str:
+def overrides_between(plan: JobEstimate, base: JobConfig) -> str:
     """Return the overrides that change the config `base` to the plan's, for any command."""
     found = []
     for section, names in LAYOUT_KEYS.items():
@@ -72,7 +72,7 @@ def _engines(engine: EngineConfig, colocated: bool) -> str:
     return f"{count} of {engine.tensor} GPU(s), {where}"
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: JobEstimate) -> Iterator[str]:
     config, needs = plan.config, plan.memory
     model = config.model.hub_id or config.model.path or "a random model"
     size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"

@@ -18,7 +18,7 @@ from arpo_megatron.plan.activations import without_recompute
 from arpo_megatron.plan.fit import (
     TOGETHER_TOO_LARGE,
     UPDATE_TOO_LARGE,
-    Plan,
+    JobEstimate,
     Unfit,
     Workloads,
     conflict,
@@ -49,7 +49,7 @@ class LayoutSearchResult:
     """Layouts that fit, and the reasons why others do not."""
 
     base: JobConfig
-    best: tuple[Plan, ...]
+    best: tuple[JobEstimate, ...]
     """Plans that fit, each with a different partition of the model and another placement. The first one is the
     simplest of those that are about as fast as the fastest; the others follow by time."""
     tried: int
@@ -77,7 +77,7 @@ def search(
     Ranks without another dimension are data-parallel.
     """
     planner = _Planner(hardware, load_spec(config.model), Workloads.of(config))
-    fitting: list[Plan] = []
+    fitting: list[JobEstimate] = []
     failed: Counter[str] = Counter()
     for job in _candidates(config, hardware, planner.spec.experts is not None, placements):
         found = job if isinstance(job, Unfit) else planner.attempt(job)
@@ -94,21 +94,21 @@ def search(
     )
 
 
-def _simplest_first(fitting: Sequence[Plan]) -> list[Plan]:
+def _simplest_first(fitting: Sequence[JobEstimate]) -> list[JobEstimate]:
     """Return the simplest of the plans that are about as fast as the fastest, then all plans by time."""
     by_time = sorted(fitting, key=_rank)
     near = [found for found in by_time if found.seconds <= TOLERANCE * by_time[0].seconds]
     return [min(near, key=_complexity), *by_time] if near else []
 
 
-def _distinct(fitting: Sequence[Plan], best: int) -> list[Plan]:
+def _distinct(fitting: Sequence[JobEstimate], best: int) -> list[JobEstimate]:
     """Return the first plans of each partition of the model, and of several placements not more than 3/5 of one."""
-    first: dict[tuple[object, ...], Plan] = {}
+    first: dict[tuple[object, ...], JobEstimate] = {}
     for found in fitting:
         first.setdefault(_partition(found.config), found)
     several = len({colocated(found.config) for found in fitting}) > 1
     limit, kept = math.ceil(0.6 * best) if several else best, Counter[bool]()
-    chosen: list[Plan] = []
+    chosen: list[JobEstimate] = []
     for found in first.values():
         if kept[colocated(found.config)] < limit and len(chosen) < best:
             kept[colocated(found.config)] += 1
@@ -124,7 +124,7 @@ class _Planner:
     spec: ModelSpec
     workloads: Workloads
 
-    def attempt(self, job: JobConfig) -> Plan | Unfit:
+    def attempt(self, job: JobConfig) -> JobEstimate | Unfit:
         """Return the plan of a layout with the largest engines that fit and the fastest transport, or why none fits.
 
         The optimizer's state goes to host memory only if it does not fit otherwise.
@@ -145,7 +145,7 @@ class _Planner:
     def _push_s(self, job: JobConfig) -> float:
         return 0.0 if job.sft_only else push_seconds(job, self.spec, self.hardware)
 
-    def _with_largest_pool(self, job: JobConfig) -> Plan | Unfit:
+    def _with_largest_pool(self, job: JobConfig) -> JobEstimate | Unfit:
         limit = (1 - MARGIN) * self.hardware.memory
         largest = 1.0
         for fraction in FRACTIONS:
@@ -163,7 +163,7 @@ class _Planner:
             return found
         return _TOO_LARGE if training > limit else found.unfit or _TOGETHER
 
-    def _plan(self, job: JobConfig) -> Plan:
+    def _plan(self, job: JobConfig) -> JobEstimate:
         return plan(job, self.hardware, workloads=self.workloads)
 
 
@@ -176,13 +176,13 @@ def _can_offload(job: JobConfig) -> bool:
     return whole and not job.sft_only and not job.optimizer.offload
 
 
-def _rank(found: Plan) -> tuple[float, int, float, float]:
+def _rank(found: JobEstimate) -> tuple[float, int, float, float]:
     """Return the sort key. Times are rounded because they are estimates; among equal ones the simplest is first."""
     busy = sum(found.step_seconds.values())  # with split placement, what waits for the slower side counts, too
     return round(found.seconds, 1), _dimensions(found.config), round(busy, 1), found.peak_bytes
 
 
-def _complexity(found: Plan) -> tuple[int, float, tuple[float, int, float, float]]:
+def _complexity(found: JobEstimate) -> tuple[int, float, tuple[float, int, float, float]]:
     parallel = found.config.parallel
     return _dimensions(found.config), parallel.world_size / parallel.data, _rank(found)
 

@@ -32,7 +32,7 @@ _UNLIMITED = EngineCapacity(tokens=2**50, requests=2**40)
 
 
 @dataclass(slots=True)
-class Turn:
+class RequestSlot:
     """A request that may be sent, and what its sender reports after the answer."""
 
     length: int
@@ -181,12 +181,12 @@ class TreeAdmission:
             gate.admission.tool_answered(time.monotonic() - began)
 
     @asynccontextmanager
-    async def turn(self, node: Node, length: int) -> AsyncIterator[Turn]:
+    async def turn(self, node: Node, length: int) -> AsyncIterator[RequestSlot]:
         """Wait until a request for a segment, with a prompt of `length` tokens, may be sent; the block sends it."""
         gate, key = self._gate, path_of(node.key)
         path = (self._number, key)
         waiting = gate.granted[path] = asyncio.get_running_loop().create_future()
-        turn, asked = Turn(length), time.monotonic()
+        turn, asked = RequestSlot(length), time.monotonic()
         turn.suspended = gate.admission.ask(*path, length)
         gate.grant()
         try:

@@ -26,7 +26,7 @@ SANDBOX_URL = "ARPO_SANDBOX_URL"
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class ServiceEndpoints:
     """Addresses of tool service, engines, rollout process and router."""
 
     sandbox_url: str
@@ -54,7 +54,7 @@ class Services:
         }
 
     @classmethod
-    def from_environment(cls) -> "Services":
+    def from_environment(cls) -> "ServiceEndpoints":
         """Read the variables of `environment` in the trainer. Raises KeyError if one is missing."""
         return cls(
             sandbox_url=os.environ[SANDBOX_URL],
@@ -66,7 +66,7 @@ class Services:
         )
 
 
-def connect_rollouts(config: JobConfig, model: Path, services: Services) -> RolloutHandle:
+def connect_rollouts(config: JobConfig, model: Path, services: ServiceEndpoints) -> RolloutHandle:
     """Connect to the job's rollout process, which will use the tokenizer of `model`."""
     settings = ServiceSettings(
         engine_urls=services.engine_urls,

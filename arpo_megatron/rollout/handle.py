@@ -23,10 +23,10 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.connection import connect, hang_up
 from arpo_megatron.rollout.messages import (
     CollectTrees,
+    FailedTree,
     Failure,
     FinishedTree,
     FinishTrees,
-    IncompleteTree,
     LiveTree,
     Pause,
     RecordEntry,
@@ -41,7 +41,7 @@ from arpo_megatron.rollout.messages import (
     StartTrees,
     StopTrees,
 )
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.heartbeat import beat
@@ -73,7 +73,7 @@ class RolloutHandle:
         self._paused = False
         self._pending: tuple[int, object] | None = None
         self._finished: dict[int, RolloutTree] = {}  # not collected yet
-        self._parts: list[IncompleteTree] = []  # of a report that is arriving
+        self._parts: list[FailedTree] = []  # of a report that is arriving
         self._broken: Exception | None = None
         self._closed = threading.Event()
         self._answers: SimpleQueue[tuple[int, object]] = SimpleQueue()
@@ -150,7 +150,7 @@ class RolloutHandle:
     def resume_trees(
         self,
         purpose: str,
-        trees: Sequence[tuple[Task, UnfinishedTree]],
+        trees: Sequence[tuple[Task, UntrainedTree]],
         *,
         version: int,
         settings: RolloutSettings,
@@ -164,14 +164,14 @@ class RolloutHandle:
             version,
         )
 
-    def unfinished_trees(self, purpose: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, purpose: str) -> list[UntrainedTree]:
         """Return the trees of one purpose, in the order of their start, with all they have sampled.
 
         Collected trees are included until `discard_collected`, so that an interruption after `collect` loses none.
         """
         with self._lock:
             return [
-                UnfinishedTree(tree.task.id, tree.step, tree.version, tuple(entries), tree.tree_id)
+                UntrainedTree(tree.task.id, tree.step, tree.version, tuple(entries), tree.tree_id)
                 for tree, entries in self._trees.values()
                 if tree.purpose == purpose
             ]

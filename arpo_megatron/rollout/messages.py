@@ -74,7 +74,7 @@ class RolloutProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class IncompleteTree:
+class FailedTree:
     """A tree that could not be finished: what it had sampled, and why it failed."""
 
     tree: RolloutTree
@@ -90,7 +90,7 @@ class RolloutReport:
 
     trees: list[RolloutTree]
     """Finished trees, in the order of their tasks."""
-    failed: list[IncompleteTree]
+    failed: list[FailedTree]
     """Trees that could not be finished."""
     stats: RolloutStats
     """Costs of all of them."""
@@ -114,7 +114,7 @@ class FinishedTree:
 class ReportPart:
     """A failed tree of the `RolloutReport` that follows. A whole report would be pickled at once, and block threads."""
 
-    tree: IncompleteTree
+    tree: FailedTree
 
 
 @dataclass(frozen=True, slots=True)

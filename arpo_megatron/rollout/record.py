@@ -55,7 +55,7 @@ Answer = Prefill | Generation | RecordedAnswer
 
 
 @dataclass(frozen=True, slots=True)
-class UnfinishedTree:
+class UntrainedTree:
     """A tree that has not been trained on yet, growing or finished, as a checkpoint stores it."""
 
     task_id: str
@@ -162,14 +162,14 @@ def _decode_entry(entry: bytes) -> tuple[PathKey, Answer | FirstTokens, float]:
     return key, FirstTokens(generation) if "first" in fields else generation, seconds
 
 
-def encode_records(trees: Sequence[UnfinishedTree]) -> bytes:
+def encode_records(trees: Sequence[UntrainedTree]) -> bytes:
     """Return the content of a checkpoint's file."""
     return _encoder.encode([(tree.task_id, tree.step, tree.version, tree.entries) for tree in trees])
 
 
-def decode_records(content: bytes | memoryview) -> list[UnfinishedTree]:
+def decode_records(content: bytes | memoryview) -> list[UntrainedTree]:
     """Return the trees that `encode_records` encoded."""
     return [
-        UnfinishedTree(task_id, step, version, tuple(entries))
+        UntrainedTree(task_id, step, version, tuple(entries))
         for task_id, step, version, entries in _decoder.decode(content)
     ]

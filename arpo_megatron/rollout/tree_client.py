@@ -18,7 +18,7 @@ from arpo_megatron.algorithms.branching import PathKey, path_seed
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
 from arpo_megatron.engine.request import Generation, encode_ids
 from arpo_megatron.rollout.accounting import RolloutCounts
-from arpo_megatron.rollout.admission_gate import Turn
+from arpo_megatron.rollout.admission_gate import RequestSlot
 from arpo_megatron.rollout.context import RolloutContext, ToolTextError, routing_key
 from arpo_megatron.rollout.environments import step_record
 from arpo_megatron.rollout.limits import LIMIT, REPEATED, AnsweredCall
@@ -169,9 +169,9 @@ class TreeClient:
         if self._context.admission is not None:
             self._context.admission.end_path(node)
 
-    def _turn(self, node: Node, length: int) -> AbstractAsyncContextManager[Turn]:
+    def _turn(self, node: Node, length: int) -> AbstractAsyncContextManager[RequestSlot]:
         admission = self._context.admission
-        return nullcontext(Turn(length)) if admission is None else admission.turn(node, length)
+        return nullcontext(RequestSlot(length)) if admission is None else admission.turn(node, length)
 
     async def call_tool(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         """Return the result of the call that ended a segment, from the record or from the tool service.

@@ -16,7 +16,7 @@ from arpo_megatron.rollout.environments import EnvironmentStateError, TreeEnviro
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
-from arpo_megatron.rollout.messages import IncompleteTree, RolloutReport
+from arpo_megatron.rollout.messages import FailedTree, RolloutReport
 from arpo_megatron.rollout.tools import ToolBlockedError
 from arpo_megatron.tree import RolloutTree
 from tools_sandbox.client import SandboxError
@@ -99,7 +99,7 @@ class TreeQueue:
         return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
 
 
-def _incomplete(tree: PoolTree, error: Exception) -> IncompleteTree:
+def _incomplete(tree: PoolTree, error: Exception) -> FailedTree:
     reason = f"{type(error).__name__}: {error}"
     if not isinstance(error, (*TREE_FAILURES, TreeStoppedError)):
         reason += " (its traceback is in rollout.log)"
@@ -108,4 +108,4 @@ def _incomplete(tree: PoolTree, error: Exception) -> IncompleteTree:
     except Exception:  # the error that failed the tree may be in its record
         traceback.print_exc()
         partial_tree = RolloutTree(tree.grower.task_id, tree.grower.prompt)
-    return IncompleteTree(partial_tree, reason, blocked=str(error) if isinstance(error, ToolBlockedError) else "")
+    return FailedTree(partial_tree, reason, blocked=str(error) if isinstance(error, ToolBlockedError) else "")

@@ -90,7 +90,7 @@ class TokenizerCodec:
         return text
 
 
-class Session:
+class TrainerConnection:
     """One connection. Its trees grow until it ends, also between requests."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
@@ -242,7 +242,7 @@ async def serve(path: Path, port: int) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         while True:
-            await Session(await asyncio.to_thread(listener.accept)).serve()
+            await TrainerConnection(await asyncio.to_thread(listener.accept)).serve()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
 from arpo_megatron.launch.job import hold_run
 from arpo_megatron.launch.services import Job, services
-from arpo_megatron.rollout.endpoints import Services
+from arpo_megatron.rollout.endpoints import ServiceEndpoints
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
@@ -99,7 +99,7 @@ def plain_commands(target: EvalTarget, config: JobConfig) -> list[str]:
 
 
 @contextmanager
-def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job, Services]]:
+def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job, ServiceEndpoints]]:
     """Start the engines and the tool service of an agent. A run's own directory holds logs and health.
 
     Raises:
@@ -161,7 +161,7 @@ def serving(
 class _Server:
     """The web server of an agent. It ends in order: answers in progress are finished."""
 
-    def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: Services) -> None:
+    def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: ServiceEndpoints) -> None:
         self._request, self._target, self._config, self._ready = request, target, config, ready
         self._server: CommandServer | None = None
         self._stopped = False
@@ -219,7 +219,7 @@ class _Server:
 
 
 @asynccontextmanager
-async def open_agent(target: EvalTarget, config: JobConfig, ready: Services) -> AsyncIterator[Agent]:
+async def open_agent(target: EvalTarget, config: JobConfig, ready: ServiceEndpoints) -> AsyncIterator[Agent]:
     """Yield the agent of running services."""
     assert target.model is not None
     retry_for_s = config.engine.retry_for_s

@@ -29,15 +29,15 @@ from arpo_megatron.rollout.accounting import RolloutStats
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import (
     CollectTrees,
+    FailedTree,
     FinishTrees,
-    IncompleteTree,
     RolloutProgress,
     RolloutReport,
     RolloutSettings,
     StaleEnginesError,
     StopTrees,
 )
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import TaskSelector
 from arpo_megatron.trainer.scorer import TreeScorer
@@ -110,7 +110,7 @@ class TreeCollector:
     current: StepInProgress | None = None
     in_flight: list[Task] = field(default_factory=list)
     """Tasks of the trees in flight, in the order of their start."""
-    restored: list[tuple[Task, UnfinishedTree]] = field(default_factory=list)
+    restored: list[tuple[Task, UntrainedTree]] = field(default_factory=list)
     """Trees that a stopped run had in flight; the next step continues them."""
     paused: bool = False
     """No tree grows until the next push has succeeded."""
@@ -173,7 +173,7 @@ class TreeCollector:
             self.current.pushed = True
         self.rollouts.resume(version)
 
-    def unfinished(self) -> list[UnfinishedTree]:
+    def unfinished(self) -> list[UntrainedTree]:
         """Return all trees that were started and not trained, with all that they have sampled.
 
         The finished trees of a step in progress are among them: a run that resumes within the step scores, filters and
@@ -181,7 +181,7 @@ class TreeCollector:
         """
         return [*(tree for _, tree in self.restored), *self.rollouts.unfinished_trees(TRAINING)]
 
-    def restore(self, trees: Sequence[UnfinishedTree], tasks: Sequence[Task]) -> None:
+    def restore(self, trees: Sequence[UntrainedTree], tasks: Sequence[Task]) -> None:
         """Continue `trees`, which `unfinished` returned, in the next step."""
         by_id = {task.id: task for task in tasks}
         self.restored = [(by_id[tree.task_id], tree) for tree in trees]
@@ -256,7 +256,7 @@ class TreeCollector:
         tasks = [self._remove_in_flight(tree.task_id) for tree in report.trees]
         return self.scorer.score(report.trees, tasks, step=current.step)
 
-    def _as_incomplete(self, item: IncompleteTree, reason: str) -> ScoredTree:
+    def _as_incomplete(self, item: FailedTree, reason: str) -> ScoredTree:
         return ScoredTree.incomplete(self._remove_in_flight(item.tree.task_id), item.tree, reason)
 
     def _remove_in_flight(self, task_id: str) -> Task:
@@ -309,7 +309,7 @@ class TreeCollector:
         self.events.emit("note", text=text)
 
 
-def check_not_blocked(failed: IncompleteTree) -> None:
+def check_not_blocked(failed: FailedTree) -> None:
     """Raise UserError if the tree failed because a tool is blocked. A resumed run makes its call again."""
     if failed.blocked:
         raise UserError(f"{failed.blocked} Fix that, then continue the run with --resume")

@@ -12,10 +12,10 @@ from arpo_megatron.monitor.tree_store import TrainedTree, TreeLog, held_out_file
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.composed import ComposedReward
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.endpoints import Services, connect_rollouts
+from arpo_megatron.rollout.endpoints import ServiceEndpoints, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
-from arpo_megatron.rollout.record import UnfinishedTree, decode_records, encode_records
+from arpo_megatron.rollout.record import UntrainedTree, decode_records, encode_records
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.selectors.base import make_task_selector
@@ -46,7 +46,7 @@ class ControllerState:
 
     selector: dict[str, Any]
     """State of the task selector, at the same moment as `trees`."""
-    trees: Sequence[UnfinishedTree] = ()
+    trees: Sequence[UntrainedTree] = ()
     """Trees that were started and not trained, with all that they have sampled."""
     replay: Callable[[], bytes] | None = None
     """Returns the replay buffer, as it was before the step in progress; None without one."""
@@ -106,7 +106,7 @@ class Controller:
         sync: WeightSync,
         tasks: Sequence[Task],
         tokenizer: "PreTrainedTokenizerFast",
-        services: Services,
+        services: ServiceEndpoints,
     ) -> Self:
         """Connect to the services of a job. The controller is closed with the session."""
         config, directory = session.config, session.directory
@@ -215,7 +215,7 @@ class Controller:
 
     def restore(self, state: ControllerState | None, step: int) -> None:
         """Continue from the checkpoint of `step` (None: there is none), or from the journal of the step after it."""
-        trees: Sequence[UnfinishedTree] = ()
+        trees: Sequence[UntrainedTree] = ()
         if state is not None:
             trees = state.trees
             self.collector.selector.load_state_dict(state.selector)

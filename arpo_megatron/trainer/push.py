@@ -8,7 +8,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.errors import UserError
 from arpo_megatron.packing.packs import TreePack, pack_trees
-from arpo_megatron.rollout.endpoints import Services
+from arpo_megatron.rollout.endpoints import ServiceEndpoints
 from arpo_megatron.trainer.consistency import check_push
 from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.setup import ActorSession
@@ -20,7 +20,7 @@ PAUSES_S = (1, 2, 4, 8, 15, 30, 30, 30)
 """Pauses between the attempts of one push: two minutes, so that a full disk can be cleared."""
 
 
-def connect_engines(session: ActorSession, services: Services) -> WeightSync:
+def connect_engines(session: ActorSession, services: ServiceEndpoints) -> WeightSync:
     """Return this rank's end of pushes; it is closed with the session. All ranks call it."""
     sync = WeightSync(
         Control(parallel.group("control")),

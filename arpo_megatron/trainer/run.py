@@ -29,7 +29,7 @@ from arpo_megatron.monitor.samples import sample_leaves
 from arpo_megatron.packing.balance import CostModel
 from arpo_megatron.packing.packs import rank_costs
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.endpoints import Services
+from arpo_megatron.rollout.endpoints import ServiceEndpoints
 from arpo_megatron.rollout.messages import StaleEnginesError
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.trainer.batch import (
@@ -105,7 +105,7 @@ class TrainingRun:
             with_tool_prompts(tasks, session.config, session.directory, tokenizer, session.config.rollout.system_prompt)
             for tasks in (data.train, data.held_out)
         )
-        services, controller = Services.from_environment(), None
+        services, controller = ServiceEndpoints.from_environment(), None
         sync = connect_engines(session, services)
         if parallel.is_rank_zero():
             controller = Controller.start(session, sync, train, tokenizer, services)

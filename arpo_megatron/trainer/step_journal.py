@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.utils.atomic import atomic_write, flush
 
 _LENGTH = struct.Struct("<Q")
@@ -31,7 +31,7 @@ class StepSnapshot:
 
     selector: dict[str, Any]
     """State of the task selector after the tasks of these trees were drawn."""
-    trees: list[UnfinishedTree]
+    trees: list[UntrainedTree]
     """Trees that were started and not trained, with all that they have sampled."""
 
     @property
@@ -66,7 +66,7 @@ class StepJournal:
         self,
         step: int,
         selector: Mapping[str, Any],
-        trees: Callable[[], Sequence[UnfinishedTree]],
+        trees: Callable[[], Sequence[UntrainedTree]],
         *,
         now: bool = False,
     ) -> None:
@@ -133,7 +133,7 @@ class _Content:
     """Number of entries in the file, by the tree's number in it."""
     digest: "hashlib.blake2b" = field(default_factory=hashlib.blake2b)
 
-    def write(self, file: BinaryIO, head: bytes, trees: Sequence[UnfinishedTree]) -> None:
+    def write(self, file: BinaryIO, head: bytes, trees: Sequence[UntrainedTree]) -> None:
         self._write_part(file, head)
         for tree in trees:
             # A tree that does not grow yet has no number, and no later state refers to it.
@@ -151,10 +151,10 @@ class _Content:
             self.digest.update(piece)
 
 
-def _last_state(content: memoryview) -> tuple[bytes, list[UnfinishedTree]]:
+def _last_state(content: memoryview) -> tuple[bytes, list[UntrainedTree]]:
     """Return head and trees of the last whole state. Raises ValueError if there is none."""
     digest, entries = hashlib.blake2b(), dict[int, list[bytes]]()
-    state: tuple[bytes, list[UnfinishedTree]] | None = None
+    state: tuple[bytes, list[UntrainedTree]] | None = None
     with suppress(struct.error, IndexError):  # the end of the file
         while True:
             parts = list[memoryview]()
@@ -181,9 +181,9 @@ def _part(content: memoryview) -> memoryview:
     return content[_LENGTH.size :][:length]
 
 
-def _tree(part: memoryview, entries: dict[int, list[bytes]]) -> UnfinishedTree:
+def _tree(part: memoryview, entries: dict[int, list[bytes]]) -> UntrainedTree:
     """Return a tree, given the entries of earlier states, and add its own to them."""
     number, task_id, step, version, new = msgspec.msgpack.decode(part)
     known = entries.setdefault(number, [])
     known += new
-    return UnfinishedTree(task_id, step, version, tuple(known))
+    return UntrainedTree(task_id, step, version, tuple(known))

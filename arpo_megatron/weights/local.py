@@ -8,10 +8,10 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, inside
+from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, inside
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.engine.wire.devices import device_name, host_name
-from arpo_megatron.models.mapping import Entry, Layout
+from arpo_megatron.models.mapping import Entry, ShardRule
 from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, block_scales, quantized
 from arpo_megatron.weights.reshard import TrainerShard, boxes_in, tensor_types
 from arpo_megatron.weights.shards import LocalParameters
@@ -56,7 +56,7 @@ class LocalShard:
             views = [
                 view
                 for part in weights.parts(found[1].detach(), rank[1])
-                for view in (part if entry.layout is Layout.GROUPS else [part])
+                for view in (part if entry.layout is ShardRule.GROUPS else [part])
             ]
             for (name, box), view in zip(boxes_in(entry, rank), views, strict=True):
                 of_weights = _weights_of(name, box)
@@ -67,7 +67,7 @@ class LocalShard:
         shard = TrainerShard(device_name(one.device), host_name(), tensor, expert, tuple(held))
         return cls(shard, tensor_types(table, one.dtype), parts, one.device)
 
-    def view(self, piece: Piece) -> Tensor:
+    def view(self, piece: BoxPart) -> Tensor:
         """Return the values of a piece, which lies in one of this rank's parts: a view of it, or FP8 made of it."""
         for box, part in self.parts[piece.name].items():
             if all(first <= a and b <= last for (a, b), (first, last) in zip(piece.box, box, strict=True)):

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from arpo_megatron.engine.wire.boxes import Box, EngineShard, Message, Piece, TensorType, intersect, size
-from arpo_megatron.models.mapping import Entry, Layout, entries
+from arpo_megatron.engine.wire.boxes import Box, BoxPart, EngineShard, TensorType, WeightMessage, intersect, size
+from arpo_megatron.models.mapping import Entry, ShardRule, entries
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, with_scales
 
 ALONE_BYTES = 2**20
 """A piece of at least this size travels alone, so that no side must copy it if it is contiguous there."""
 
-Round = tuple[Message, ...]
+Round = tuple[WeightMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def boxes_in(entry: Entry, tensor: tuple[int, int]) -> list[tuple[str, Box]]:
     for name, shape in entry.hf.items():
         piece = entry.piece(shape, rank, ranks)
         box: Box = tuple(part.indices(n)[:2] for part, n in zip(piece, shape, strict=True))
-        if entry.layout is not Layout.GROUPS:
+        if entry.layout is not ShardRule.GROUPS:
             found.append((name, box))
             continue
         (first, last), *others = box
@@ -122,7 +122,7 @@ def plan_rounds(
     Raises:
         ValueError: an engine rank holds something that no trainer rank has, or no engine rank holds a part of a tensor.
     """
-    queues: list[dict[int, deque[Piece]]] = [{} for _ in engines]
+    queues: list[dict[int, deque[BoxPart]]] = [{} for _ in engines]
     sent = [0] * len(trainers)
     for name, kind in types.items():
         distinct: set[Box] = set()
@@ -148,18 +148,18 @@ def plan_rounds(
     return rounds
 
 
-def _next_round(queues: list[dict[int, deque[Piece]]], places: Sequence[int], bucket_bytes: int, turn: int) -> Round:
+def _next_round(queues: list[dict[int, deque[BoxPart]]], places: Sequence[int], bucket_bytes: int, turn: int) -> Round:
     """Take as many pieces as every process may handle in one round."""
     handled: dict[int, int] = defaultdict(int)
-    messages: list[Message] = []
+    messages: list[WeightMessage] = []
     for receiver, queue in enumerate(queues):
         senders = sorted(queue)
         first = (receiver + turn) % len(senders) if senders else 0
         for sender in (*senders[first:], *senders[:first]):  # receivers start at different senders
-            taken: list[Piece] = []
+            taken: list[BoxPart] = []
             processes = {sender, places[receiver]}
             while queue[sender]:
-                count = Message(sender, receiver, (queue[sender][0],)).bytes
+                count = WeightMessage(sender, receiver, (queue[sender][0],)).bytes
                 if any(handled[process] and handled[process] + count > bucket_bytes for process in processes):
                     break
                 for process in processes:
@@ -167,12 +167,12 @@ def _next_round(queues: list[dict[int, deque[Piece]]], places: Sequence[int], bu
                 taken.append(queue[sender].popleft())
             alone = [piece for piece in taken if piece.bytes >= ALONE_BYTES]
             together = tuple(piece for piece in taken if piece.bytes < ALONE_BYTES)
-            messages += [Message(sender, receiver, (piece,)) for piece in alone]
-            messages += [Message(sender, receiver, together)] if together else []
+            messages += [WeightMessage(sender, receiver, (piece,)) for piece in alone]
+            messages += [WeightMessage(sender, receiver, together)] if together else []
     return tuple(messages)
 
 
-def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Iterator[Piece]:
+def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Iterator[BoxPart]:
     """Divide a box into pieces of at most `limit` bytes: some rows, in FP8 with whole blocks."""
     (first, last), *others = box
     row = size(tuple(others)) * kind.torch_dtype.itemsize
@@ -180,7 +180,7 @@ def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Itera
     step = max(1, limit // (unit * row)) * unit
     for start in range(first, last, step):
         stop = min(last, start + step)
-        yield Piece(name, at, ((start, stop), *others), (stop - start) * row)
+        yield BoxPart(name, at, ((start, stop), *others), (stop - start) * row)
 
 
 def _distance(trainer: TrainerShard, engine: EngineShard) -> int:

@@ -15,7 +15,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, StartTrees
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
@@ -81,7 +81,7 @@ class RecordingHandle:
         self.calls: list[tuple[str, int | None, int | None]] = []
         self.in_flight: list[Task] = []
 
-    def unfinished_trees(self, _purpose: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, _purpose: str) -> list[UntrainedTree]:
         return []
 
     def start_trees(self, _purpose: str, tasks: Sequence[Task], **_how: object) -> None:

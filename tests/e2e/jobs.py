@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from arpo_megatron.monitor.tree_store import StoredTree, read_trees
-from arpo_megatron.rollout.record import TreeRecord, UnfinishedTree, decode_records
+from arpo_megatron.rollout.record import TreeRecord, UntrainedTree, decode_records
 from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from arpo_megatron.tree import Role
 from tests.repo.metric_names import documented_metrics
@@ -92,14 +92,14 @@ def journal_of(run: Path, step: int) -> StepSnapshot | None:
     return StepJournal(copy, run / "checkpoints", 1, 0.0, print).read(step)
 
 
-def unfinished(run: Path) -> list[UnfinishedTree]:
+def unfinished(run: Path) -> list[UntrainedTree]:
     """Return the trees that a resumed run begins with: from the step's journal, else from the newest checkpoint."""
     newest = max((run / "checkpoints").glob("step_*[0-9]"), key=lambda path: int(path.name.removeprefix("step_")))
     snapshot = journal_of(run, int(newest.name.removeprefix("step_")))
     return snapshot.trees if snapshot is not None else decode_records((newest / "trees.msgpack").read_bytes())
 
 
-def check_kept(run: Path, trees: list[UnfinishedTree]) -> None:
+def check_kept(run: Path, trees: list[UntrainedTree]) -> None:
     """Check that all that these trees had sampled was trained: tokens, log-probs (bits), versions, tool answers."""
     by_task = {item.tree.task_id: item.tree for item in trained(run)}
     sampled = 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.server.parameters import EngineParameters, find_copies
-from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, box_of, inside, size
+from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, box_of, inside, size
 from arpo_megatron.engine.wire.checksums import Sample
 
 
@@ -86,14 +86,14 @@ def test_find_copies_takes_no_memory() -> None:
     assert (piece.offset, piece.sizes) == (2**20, (1, 2**20))
 
 
-def pieces_of(held: dict[str, list[Box]]) -> list[Piece]:
+def pieces_of(held: dict[str, list[Box]]) -> list[BoxPart]:
     """Every box in two blocks of rows."""
     found = []
     for name, boxes in held.items():
         for at, ((first, last), *others) in enumerate(boxes):
             for rows in ((first, first + 1), (first + 1, last)):
                 box = (rows, *others)
-                found.append(Piece(name, at, box, 4 * size(box)))
+                found.append(BoxPart(name, at, box, 4 * size(box)))
     return found
 
 
@@ -132,18 +132,18 @@ def test_plan_must_bring_everything_once() -> None:
     parameters = EngineParameters(Loader(), types, [["gate"], ["columns"]])
     plan = pieces_of(parameters.boxes())
     parameters.check_cover(plan)
-    outside = Piece("columns", 0, ((0, 4), (2, 4)), 32)
+    outside = BoxPart("columns", 0, ((0, 4), (2, 4)), 32)
     for wrong in (plan[1:], [*plan, plan[0]], [each for each in plan if each.name == "gate"] + [outside]):
         with pytest.raises(ValueError, match=r"the plan does not bring each element of (gate|columns)"):
             parameters.check_cover(wrong)
     with pytest.raises(ValueError, match="brings up, which this rank does not hold"):
-        parameters.check_cover([*plan, Piece("up", 0, ((0, 4), (0, 4)), 64)])
+        parameters.check_cover([*plan, BoxPart("up", 0, ((0, 4), (0, 4)), 64)])
 
 
 def test_push_ends_only_when_computed_tensors_are_whole() -> None:
     parameters = EngineParameters(Loader(), shapes("transposed"), [["transposed"]])
     parameters.begin()
-    parameters.store([Piece("transposed", 0, ((0, 2), (0, 4)), 32)], [torch.ones(2, 4)])
+    parameters.store([BoxPart("transposed", 0, ((0, 2), (0, 4)), 32)], [torch.ones(2, 4)])
     with pytest.raises(ValueError, match="transposed has not arrived whole"):
         parameters.end()
 

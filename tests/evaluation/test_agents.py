@@ -22,7 +22,7 @@ from arpo_megatron.jobs.inputs import write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.services import Job, services
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.rollout.endpoints import Services, connect_rollouts
+from arpo_megatron.rollout.endpoints import ServiceEndpoints, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
 
 WORDS = [
@@ -35,7 +35,7 @@ CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 @dataclass(frozen=True)
 class Stage:
     config: JobConfig
-    ready: Services
+    ready: ServiceEndpoints
     rollouts: RolloutHandle
     pending: list[PendingQuestion]
     decode: Decode

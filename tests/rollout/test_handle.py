@@ -28,8 +28,8 @@ from arpo_megatron.rollout.messages import (
     RolloutSettings,
     ServiceSettings,
 )
-from arpo_megatron.rollout.record import UnfinishedTree
-from arpo_megatron.rollout.worker import Session
+from arpo_megatron.rollout.record import UntrainedTree
+from arpo_megatron.rollout.worker import TrainerConnection
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
 from tests.engine.scripted import ScriptedEngine
@@ -45,7 +45,7 @@ def serve(listener: Listener, served: "list[Connection[Any, Any]]") -> None:
         with suppress(OSError):  # the test is over
             while True:
                 served.append(listener.accept())
-                asyncio.run(Session(served[-1]).serve())
+                asyncio.run(TrainerConnection(served[-1]).serve())
 
     threading.Thread(target=run, daemon=True).start()
 
@@ -62,7 +62,7 @@ def test_handle_does_not_reconnect_after_a_failure(folder: Path) -> None:
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
         serve(listener, served)
         settings = RolloutSettings(AlgorithmConfig(), 2, Sampling(), LIMITS)
-        unreadable = UnfinishedTree("t", 0, 0, (b"not what a process has recorded",))
+        unreadable = UntrainedTree("t", 0, 0, (b"not what a process has recorded",))
         with RolloutHandle.connect(folder / "socket", ServiceSettings((NOWHERE,), NOWHERE, folder, 1)) as handle:
             with pytest.raises(RolloutError, match="the rollout process failed"):
                 handle.resume_trees("g", [(Task("t", (), "", "math", "w"), unreadable)], version=0, settings=settings)
@@ -168,7 +168,7 @@ def test_report_is_sent_tree_by_tree(folder: Path, scripted_engine: Callable[[Sc
 
         def process() -> None:
             sent.append(Measured(listener.accept()))
-            asyncio.run(Session(sent[0]).serve())  # type: ignore[arg-type]
+            asyncio.run(TrainerConnection(sent[0]).serve())  # type: ignore[arg-type]
 
         threading.Thread(target=process, daemon=True).start()
         settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)

@@ -15,7 +15,7 @@ from arpo_megatron.studies.information import report
 from arpo_megatron.studies.information.directional import DirectionalModel
 from arpo_megatron.studies.information.report import figures, ratio, trees_needed
 from arpo_megatron.studies.information.samples import CREDITS, TreeSample
-from arpo_megatron.studies.information.sampling import Plan
+from arpo_megatron.studies.information.sampling import SamplingPlan
 from arpo_megatron.tree import Role, RolloutTree
 from tests.models import tiny_models
 
@@ -180,4 +180,4 @@ def test_page_names_arms_with_trees_and_a_study_without_grpo_is_a_user_error(tmp
 
 def test_study_without_a_policy_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path"):
-        Plan.create("trails", [], tmp_path)
+        SamplingPlan.create("trails", [], tmp_path)

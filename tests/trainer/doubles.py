@@ -9,14 +9,14 @@ from arpo_megatron.errors import StoppedError
 from arpo_megatron.rollout.accounting import RolloutCounts, rollout_stats
 from arpo_megatron.rollout.messages import (
     CollectTrees,
+    FailedTree,
     FinishTrees,
-    IncompleteTree,
     RolloutProgress,
     RolloutReport,
     RolloutSettings,
     StaleEnginesError,
 )
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.trainer.collector import StepInProgress, TreeCollector
 from arpo_megatron.tree import Role, RolloutTree
@@ -50,7 +50,7 @@ class Rollouts:
     def resume_trees(
         self,
         _purpose: str,
-        trees: Sequence[tuple[Task, UnfinishedTree]],
+        trees: Sequence[tuple[Task, UntrainedTree]],
         *,
         version: int,
         settings: RolloutSettings,
@@ -59,9 +59,9 @@ class Rollouts:
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
         self.in_flight += [task for task, _ in trees]
 
-    def unfinished_trees(self, _purpose: str) -> list[UnfinishedTree]:
+    def unfinished_trees(self, _purpose: str) -> list[UntrainedTree]:
         trees, sampled = [*self.given, *self.in_flight], (b"what it has sampled",) * self.entries_each
-        return [UnfinishedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
+        return [UntrainedTree(task.id, self.steps[task.id], 0, sampled) for task in trees]
 
     def discard_collected(self, _purpose: str) -> None:
         self.given.clear()
@@ -85,7 +85,7 @@ class Rollouts:
         trees = [RolloutTree(task.id, np.arange(2)) for task in done]
         for tree in trees:
             tree.add(0, Role.MODEL, [1], policy_version=self.versions.get(tree.task_id, 0))
-        failed = [IncompleteTree(tree, self.failure, self.blocked) for tree in trees if self.failure]
+        failed = [FailedTree(tree, self.failure, self.blocked) for tree in trees if self.failure]
         return RolloutReport(
             [] if failed else trees, failed, rollout_stats([], RolloutCounts(), [], failed=0, seconds=1.0)
         )
@@ -101,7 +101,7 @@ class Rollouts:
         given, self.in_flight = self.in_flight, []
         self.given += given
         done = [RolloutTree(task.id, np.arange(2)) for task in given[:1]]
-        failed = [IncompleteTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
+        failed = [FailedTree(RolloutTree(task.id, np.arange(2)), "given up") for task in given[1:]]
         counts = RolloutCounts(tokens_sampled=7)
         return RolloutReport(done, failed, rollout_stats([], counts, [], failed=0, seconds=1.0))
 

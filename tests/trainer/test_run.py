@@ -18,7 +18,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.tree_store import TreeLog, stored_steps
 from arpo_megatron.rewards.scored_tree import ScoredTree
-from arpo_megatron.rollout.record import UnfinishedTree, decode_records
+from arpo_megatron.rollout.record import UntrainedTree, decode_records
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
 from arpo_megatron.trainer import controller as controller_module
@@ -84,7 +84,7 @@ def test_failed_export_names_the_checkpoint_to_resume_from(tmp_path: Path, monke
 def test_checkpoint_within_a_step_has_selector_and_trees_of_one_moment(tmp_path: Path) -> None:
     selector = EpochSelector([Task(f"t{n}", (), "1", "math", "?") for n in range(9)], seed=1)
     selector.next_batch(4)  # by the step in progress
-    tree = UnfinishedTree("t1", 2, 2, (b"sampled",))
+    tree = UntrainedTree("t1", 2, 2, (b"sampled",))
     collector = SimpleNamespace(selector=selector, unfinished=lambda: [tree], replay_snapshot=lambda: lambda: b"stored")
     controller: Any = SimpleNamespace(snapshot=lambda: Controller.snapshot(SimpleNamespace(collector=collector)))  # type: ignore[arg-type]
     run = new_run(tmp_path, controller=controller, state=RunState(step=2))

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.rollout.record import UnfinishedTree
+from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.trainer.step_journal import StepJournal, StepSnapshot
 from tests.faults import small_disk
 
 SELECTOR = {"position": 2**70, "order": [3, 1], "weights": {"t1": 0.5}}
-TREES = [UnfinishedTree("t3", 4, 4, (b"one", b"two")), UnfinishedTree("t1", 3, 2, ())]
+TREES = [UntrainedTree("t3", 4, 4, (b"one", b"two")), UntrainedTree("t1", 3, 2, ())]
 
 
 def new_journal(path: Path, every_s: float = 0.0) -> tuple[StepJournal, list[str]]:
@@ -58,7 +58,7 @@ def test_full_disk_is_logged_once_and_deletes_the_old_journal(place: Path) -> No
     with small_disk(place, 2**16) as full:
         journal, notes = new_journal(place)
         journal.write(4, SELECTOR, lambda: TREES)
-        large = [UnfinishedTree("t3", 4, 4, (bytes(2**17),))]
+        large = [UntrainedTree("t3", 4, 4, (bytes(2**17),))]
         for _ in range(2):
             journal.write(4, SELECTOR, lambda: large)
         assert notes == [f"step_journal.msgpack could not be written: {full}; training continues"]
@@ -100,9 +100,9 @@ def test_later_writes_append_what_is_new(place: Path) -> None:
     journal, notes = new_journal(place)
     entries = [[bytes([number]) * 1000] for number in range(100)]
 
-    def trees() -> list[UnfinishedTree]:
-        grown = [UnfinishedTree(f"t{n % 90}", 4, 4, tuple(each), n) for n, each in enumerate(entries) if each]
-        return [UnfinishedTree("waits", 3, 3, (b"w" * 1000,)), *grown]
+    def trees() -> list[UntrainedTree]:
+        grown = [UntrainedTree(f"t{n % 90}", 4, 4, tuple(each), n) for n, each in enumerate(entries) if each]
+        return [UntrainedTree("waits", 3, 3, (b"w" * 1000,)), *grown]
 
     journal.write(4, SELECTOR, trees)
     first = journal.path.stat().st_size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.models.mapping import Entry, Layout, entries, hf_shapes, plan_buckets
+from arpo_megatron.models.mapping import Entry, ShardRule, entries, hf_shapes, plan_buckets
 from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.utils.atomic import explain_disk_errors
 from arpo_megatron.weights.shards import LocalParameters
@@ -180,7 +180,7 @@ def test_buckets_are_as_full_as_possible_and_keep_parameters_together(case: tupl
     entry_of = {name: entry for entry in entries(spec) if not entry.copy for name in entry.hf}
     for size, bucket in zip(held, found, strict=True):
         entry, rows = entry_of[bucket[0].name], bucket[0]
-        unit = rows.size[0] // entry.groups if entry.layout is Layout.GROUPS else 1
+        unit = rows.size[0] // entry.groups if entry.layout is ShardRule.GROUPS else 1
         assert rows.first % unit == rows.last % unit == 0
         assert size <= limit or (len(bucket) == 1 and rows.last - rows.first == unit)
     for entry in entry_of.values():

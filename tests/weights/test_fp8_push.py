@@ -14,7 +14,7 @@ from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.parameters import EngineParameters
-from arpo_megatron.engine.wire.boxes import Message, Piece, TensorType
+from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
@@ -79,7 +79,7 @@ def test_fp8_weights_are_never_cast() -> None:
             for _, tensor in weights:
                 self.weight.data.copy_(tensor)
 
-    plan = [Piece("w", 0, ((0, 128), (0, 128)), 128 * 128)]
+    plan = [BoxPart("w", 0, ((0, 128), (0, 128)), 128 * 128)]
     for held, sent in ((torch.bfloat16, FP8), (FP8, torch.bfloat16), (torch.float8_e5m2, FP8)):
         types = {"w": TensorType((128, 128), str(sent).removeprefix("torch."))}
         with pytest.raises(ValueError, match="the engine holds w in torch"):
@@ -144,12 +144,12 @@ def test_every_family_is_pushed_in_fp8(served: tuple[Path, EngineHandle], kind: 
     assert post(engine.url).status_code == 200
 
 
-def doubled_scale(shard: LocalShard, piece: Piece) -> Tensor:
+def doubled_scale(shard: LocalShard, piece: BoxPart) -> Tensor:
     values = own_view(shard, piece)
     return values * 2 if piece.name.endswith("o_proj.weight" + SCALES) else values
 
 
-def flipped_bit(shard: LocalShard, piece: Piece) -> Tensor:
+def flipped_bit(shard: LocalShard, piece: BoxPart) -> Tensor:
     values = own_view(shard, piece)
     if piece.name.endswith("o_proj.weight"):
         values.view(torch.uint8).view(-1)[0] ^= 1
@@ -181,7 +181,8 @@ def push_wrongly(url: str, directory: Path) -> None:
         rounds = planned(*args)
         return [
             tuple(
-                Message(m.sender, m.receiver, tuple(p for p in m.pieces if not p.name.endswith(SCALES))) for m in turn
+                WeightMessage(m.sender, m.receiver, tuple(p for p in m.pieces if not p.name.endswith(SCALES)))
+                for m in turn
             )
             for turn in rounds
         ]

@@ -16,7 +16,7 @@ import torch
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
-from arpo_megatron.engine.wire.boxes import Piece
+from arpo_megatron.engine.wire.boxes import BoxPart
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
@@ -161,10 +161,10 @@ def push_sharded(url: str, directory: Path, version: int, kind: str, dies: int |
     chunks = build_chunks(spec, FOUR, torch.float32, initialize=False)
     load_hf(chunks, spec, directory)
     control = Control(parallel.group("control"))
-    sent: list[Piece] = []
+    sent: list[BoxPart] = []
     view = LocalShard.view
 
-    def view_until(self: LocalShard, piece: Piece) -> torch.Tensor:
+    def view_until(self: LocalShard, piece: BoxPart) -> torch.Tensor:
         sent.append(piece)
         if control.rank == dies and len(sent) == 5:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle
-from arpo_megatron.engine.wire.boxes import Message, Piece
+from arpo_megatron.engine.wire.boxes import BoxPart, WeightMessage
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
 from arpo_megatron.weights.local import LocalShard
@@ -26,31 +26,31 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 KEYS, VALUES = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
-View = Callable[[LocalShard, Piece], Tensor]
+View = Callable[[LocalShard, BoxPart], Tensor]
 own_view = LocalShard.view
 
 
-def swapped(shard: LocalShard, piece: Piece) -> Tensor:
+def swapped(shard: LocalShard, piece: BoxPart) -> Tensor:
     """Keys and values of a layer are exchanged."""
     other = {KEYS: VALUES, VALUES: KEYS}.get(piece.name, piece.name)
-    return own_view(shard, Piece(other, piece.at, piece.box, piece.bytes))
+    return own_view(shard, BoxPart(other, piece.at, piece.box, piece.bytes))
 
 
-def wrong_shard(shard: LocalShard, piece: Piece) -> Tensor:
+def wrong_shard(shard: LocalShard, piece: BoxPart) -> Tensor:
     """The second rank of the engine gets columns of the first one."""
     rows, *others = piece.box
     if piece.name == DOWN and others[0][0]:
         width = others[0][1] - others[0][0]
-        return own_view(shard, Piece(piece.name, piece.at, (rows, (0, width)), piece.bytes))
+        return own_view(shard, BoxPart(piece.name, piece.at, (rows, (0, width)), piece.bytes))
     return own_view(shard, piece)
 
 
-def wrong_scale(shard: LocalShard, piece: Piece) -> Tensor:
+def wrong_scale(shard: LocalShard, piece: BoxPart) -> Tensor:
     """A matrix is twice as large."""
     return own_view(shard, piece) * (2 if piece.name == DOWN else 1)
 
 
-def one_bit(shard: LocalShard, piece: Piece) -> Tensor:
+def one_bit(shard: LocalShard, piece: BoxPart) -> Tensor:
     """The lowest bit of one element is wrong."""
     values = own_view(shard, piece)
     if piece.name == KEYS:
@@ -93,7 +93,7 @@ def test_short_probe_stops_wrong_values_of_a_push_without_checksums(
 def without(rounds: list[Any], name: str) -> list[Any]:
     return [
         tuple(
-            Message(each.sender, each.receiver, tuple(piece for piece in each.pieces if piece.name != name))
+            WeightMessage(each.sender, each.receiver, tuple(piece for piece in each.pieces if piece.name != name))
             for each in turn
         )
         for turn in rounds

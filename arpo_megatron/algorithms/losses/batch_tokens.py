@@ -70,8 +70,8 @@ class BatchTokens:
         loss = -float((self.positive * np.minimum(ratio, high) + self.negative * np.clip(ratio, low, largest)).sum())
         gains = np.where(ratio <= high, self.positive * ratio, 0.0)
         costs = np.where((ratio >= low) & (ratio <= largest), self.negative * ratio, 0.0)
-        cut_low, cut_high = (self.negative < 0) & (ratio < low), (self.positive > 0) & (ratio > high)
-        return self.value(loss, gains, costs, int(cut_low.sum()), int(cut_high.sum()))
+        clipped_low, clipped_high = (self.negative < 0) & (ratio < low), (self.positive > 0) & (ratio > high)
+        return self.value(loss, gains, costs, int(clipped_low.sum()), int(clipped_high.sum()))
 
     def split(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Split a column into one array per tree."""

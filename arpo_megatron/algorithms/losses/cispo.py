@@ -23,4 +23,4 @@ class Cispo:
         """Return the same factor for both signs."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         term = tokens.ratio.detach().clamp(min=low, max=high) * tokens.logprobs
-        return Factors(gain=term, cost=term, cut_high=tokens.ratio > high, cut_low=tokens.ratio < low)
+        return Factors(gain=term, cost=term, clipped_high=tokens.ratio > high, clipped_low=tokens.ratio < low)

@@ -27,7 +27,7 @@ class Ppo:
         return Factors(
             gain=ratio.clamp(max=high),
             cost=ratio.clamp(min=low, max=self.dual_clip),
-            cut_high=ratio > high,
-            cut_low=ratio < low,
-            cut_dual=None if self.dual_clip is None else ratio > self.dual_clip,
+            clipped_high=ratio > high,
+            clipped_low=ratio < low,
+            clipped_dual=None if self.dual_clip is None else ratio > self.dual_clip,
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.parameters import find_copies
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, Piece, Sample
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, ChecksummedPart, Sample
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 
@@ -22,14 +22,14 @@ def register_hooks() -> None:
     HookRegistry.register(_CHECKER, _handle, HookType.AROUND)
 
 
-def held_pieces(model: nn.Module, samples: Mapping[str, Sample]) -> dict[str, list[Piece]]:
+def held_pieces(model: nn.Module, samples: Mapping[str, Sample]) -> dict[str, list[ChecksummedPart]]:
     """Return the pieces of each sample that this rank's parameters hold.
 
     Raises:
         ValueError: the parameters hold a tensor in another number format or transposed, so its bits are different.
     """
     shapes = {name: (sample.sizes, getattr(torch, sample.dtype)) for name, sample in samples.items()}
-    held: dict[str, list[Piece]] = {}
+    held: dict[str, list[ChecksummedPart]] = {}
     for name, copies in find_copies(model, shapes).items():
         pieces = [samples[name].piece_in(values, view) for values, view in copies]
         held[name] = [piece for piece in pieces if piece is not None]

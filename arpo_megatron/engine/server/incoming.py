@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.server.parameters import EngineParameters
 from arpo_megatron.engine.wire import groups, sharing
-from arpo_megatron.engine.wire.boxes import Message, unpack
+from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
 from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
 from arpo_megatron.engine.wire.staging import Staging, as_bytes
 from arpo_megatron.engine.wire.watchdog import Watchdog
@@ -30,10 +30,10 @@ class Incoming(Protocol):
     def opened(self, deadline_s: float) -> Any:
         """Return a context manager around the rounds of one push."""
 
-    def start(self, messages: Sequence[Message]) -> None:
+    def start(self, messages: Sequence[WeightMessage]) -> None:
         """Start to receive a round, while the one before it may not have been stored so far."""
 
-    def finish(self, messages: Sequence[Message]) -> None:
+    def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for a round and store it in the parameters."""
 
     def close(self) -> None: ...
@@ -82,7 +82,7 @@ class FromGroup:
             finally:
                 self._staging.free()
 
-    def start(self, messages: Sequence[Message]) -> None:
+    def start(self, messages: Sequence[WeightMessage]) -> None:
         """Receive a piece straight into its parameter if it is contiguous there; other messages are staged."""
         staging = self._staging
         direct = [self._parameters.contiguous(message.pieces, staging.device) for message in messages]
@@ -94,7 +94,7 @@ class FromGroup:
             ops.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=message.sender))
         self._arriving.append((dist.batch_isend_irecv(ops), staged))
 
-    def finish(self, messages: Sequence[Message]) -> None:
+    def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for the messages and copy the staged ones into the parameters."""
         works, staged = self._arriving.pop(0)
         wait_for(works, self._staging.device)
@@ -136,10 +136,10 @@ class FromMemory:
         finally:
             self._buffers = []
 
-    def start(self, messages: Sequence[Message]) -> None:
+    def start(self, messages: Sequence[WeightMessage]) -> None:
         """Nothing: the trainer rank fills the next buffer by itself."""
 
-    def finish(self, messages: Sequence[Message]) -> None:
+    def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for a buffer, copy it into the parameters, and say that it is free."""
         self._buffers.reverse()
         self._await()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arpo_megatron.engine.wire.boxes import Box, Piece, TensorType, box_of, inside, intersect, size
+from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, box_of, inside, intersect, size
 
 Copy = tuple[Tensor, Tensor]
 """Values in a parameter, and the view of a tensor that would be copied there. The view's storage is the whole tensor's,
@@ -102,7 +102,7 @@ class EngineParameters:
             found.setdefault(name, []).append(box)
         return found
 
-    def check_cover(self, pieces: Sequence[Piece]) -> None:
+    def check_cover(self, pieces: Sequence[BoxPart]) -> None:
         """Check a plan for this rank.
 
         Raises:
@@ -127,14 +127,14 @@ class EngineParameters:
         self._whole = {}
         self._missing = {name: size(self.types[name].whole) for names in self._computed for name in names}
 
-    def contiguous(self, pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
+    def contiguous(self, pieces: Sequence[BoxPart], device: torch.device) -> Tensor | None:
         """Return the place of a message's only piece if its bytes can be received right there; None otherwise."""
         if len(pieces) > 1 or device != self.device:
             return None
         place = self._place(pieces[0])
         return place if place.is_contiguous() and place.dtype == self.types[pieces[0].name].torch_dtype else None
 
-    def store(self, pieces: Sequence[Piece], values: Sequence[Tensor | None]) -> None:
+    def store(self, pieces: Sequence[BoxPart], values: Sequence[Tensor | None]) -> None:
         """Copy the values of pieces into the parameters; None for values that were received in place."""
         for piece, received in zip(pieces, values, strict=True):
             if received is not None:
@@ -156,7 +156,7 @@ class EngineParameters:
         for names in self._computed:
             yield from ((name, self.types[name].whole) for name in names)
 
-    def _place(self, piece: Piece) -> Tensor:
+    def _place(self, piece: BoxPart) -> Tensor:
         if piece.name in self._parts:
             box, values = self._parts[piece.name][piece.at]
             return inside(values, box, piece.box)

@@ -101,7 +101,7 @@ class EngineShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BoxPart:
     """A part of a tensor on its way into one of the receiver's boxes."""
 
     name: str
@@ -122,14 +122,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WeightMessage:
     """Pieces that travel together from a trainer rank to an engine rank."""
 
     sender: int
     """Trainer rank."""
     receiver: int
     """Index of the engine rank among the ranks of all engines."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxPart, ...]
 
     @property
     def bytes(self) -> int:
@@ -141,12 +141,12 @@ class Message:
         return [self.sender, [piece.as_json() for piece in self.pieces]]
 
 
-def message_from_json(data: Sequence[Any], receiver: int = 0) -> Message:
+def message_from_json(data: Sequence[Any], receiver: int = 0) -> WeightMessage:
     """Return the message whose `as_json` gave `data`."""
-    return Message(data[0], receiver, tuple(map(Piece.from_json, data[1])))
+    return WeightMessage(data[0], receiver, tuple(map(BoxPart.from_json, data[1])))
 
 
-def unpack(flat: Tensor, pieces: Sequence[Piece], types: Mapping[str, TensorType]) -> list[Tensor]:
+def unpack(flat: Tensor, pieces: Sequence[BoxPart], types: Mapping[str, TensorType]) -> list[Tensor]:
     """Return the values of each piece as views of uint8[n], which holds them one after the other."""
     found, start = [], 0
     for piece in pieces:
@@ -157,6 +157,6 @@ def unpack(flat: Tensor, pieces: Sequence[Piece], types: Mapping[str, TensorType
     return found
 
 
-def _room(piece: Piece) -> int:
+def _room(piece: BoxPart) -> int:
     """Return the bytes of a piece in a buffer; torch views only aligned bytes as another type."""
     return -(-piece.bytes // _ALIGNMENT) * _ALIGNMENT

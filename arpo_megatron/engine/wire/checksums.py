@@ -24,7 +24,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChecksummedPart:
     """A part of a tensor, as the trainer or an engine's rank holds it."""
 
     offset: int
@@ -76,7 +76,7 @@ class Sample:
         """Return the checksum of these rows of the whole, contiguous tensor."""
         return _checksum(tensor[self.first : self.last], self.first * prod(self.sizes[1:]), tensor.stride())
 
-    def piece_in(self, values: Tensor, view: Tensor) -> Piece | None:
+    def piece_in(self, values: Tensor, view: Tensor) -> ChecksummedPart | None:
         """Return the part of these rows that `values` hold, whose place in the whole tensor is that of `view`.
 
         Returns:
@@ -92,9 +92,9 @@ class Sample:
             )
         offset = int(view.storage_offset()) // width
         start, stop = max(self.first - offset, 0), min(self.last - offset, len(values))
-        return None if start >= stop else Piece.of(values[start:stop], view[start:stop])
+        return None if start >= stop else ChecksummedPart.of(values[start:stop], view[start:stop])
 
-    def difference(self, pieces: Iterable[Piece], expected: int) -> str | None:
+    def difference(self, pieces: Iterable[ChecksummedPart], expected: int) -> str | None:
         """Compare an engine's pieces of these rows with the `expected` checksum; return the difference, or None.
 
         Several ranks may hold the same piece (if there are fewer key/value heads than ranks), but it must be equal.

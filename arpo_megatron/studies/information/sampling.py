@@ -45,7 +45,7 @@ _CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplingPlan:
     """A study of one policy: its configs, by arm, and its files."""
 
     out: Path
@@ -55,7 +55,7 @@ class Plan:
     """Algorithm of each arm."""
 
     @classmethod
-    def create(cls, recipe: str, overrides: Sequence[str], out: Path) -> "Plan":
+    def create(cls, recipe: str, overrides: Sequence[str], out: Path) -> "SamplingPlan":
         """Resolve the configs. Raises UserError if one is not valid, or no model is named."""
         own = (*_GROUP, *overrides, f"run_dir={out.absolute() / 'run'}")
         config = resolve(recipe, overrides=own)
@@ -85,7 +85,7 @@ def read_direction(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], int]:
         return (found["first"], found["second"]), int(found["trees"])
 
 
-def sample(plan: Plan, *, direction_trees: int, trees: int, note: Callable[[str], None]) -> None:
+def sample(plan: SamplingPlan, *, direction_trees: int, trees: int, note: Callable[[str], None]) -> None:
     """Sample the reference direction, then `trees` of every arm, from where an earlier call stopped.
 
     Args:
@@ -108,7 +108,7 @@ def sample(plan: Plan, *, direction_trees: int, trees: int, note: Callable[[str]
 class _Sampler:
     """Services that run, and the model that computes derivatives."""
 
-    plan: Plan
+    plan: SamplingPlan
     rollouts: RolloutHandle
     scorer: TreeScorer
     model: DirectionalModel
@@ -118,10 +118,10 @@ class _Sampler:
 
     @classmethod
     @contextmanager
-    def open(cls, plan: Plan, note: Callable[[str], None]) -> "Iterator[_Sampler]":
+    def open(cls, plan: SamplingPlan, note: Callable[[str], None]) -> "Iterator[_Sampler]":
         """Start the services of the study."""
         config, model = plan.config, plan.config.model.path
-        assert model is not None  # `Plan.create` has checked it
+        assert model is not None  # `SamplingPlan.create` has checked it
         started = RunDirectory(plan.out.absolute() / "run").config.exists()
         with open_job(config, resume=started) as job:
             prepare_run(config, job.run, note)

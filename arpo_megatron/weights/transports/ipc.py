@@ -22,7 +22,7 @@ from torch import Tensor
 
 from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.engine.wire import sharing
-from arpo_megatron.engine.wire.boxes import Message, unpack
+from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
 from arpo_megatron.engine.wire.groups import wait_for
 from arpo_megatron.engine.wire.staging import Staging, as_bytes
 from arpo_megatron.utils.heartbeat import beat
@@ -48,7 +48,7 @@ class Ipc:
         self._requests = requests
         self._local = local
         self._exchange: Exchange | None = None
-        self._rounds: list[list[Message]] = []
+        self._rounds: list[list[WeightMessage]] = []
         self._peers: dict[int, _Peer] = {}
         """Engine ranks that this rank carries for."""
         self._staging = Staging(local.device)
@@ -126,7 +126,7 @@ class Ipc:
         if broken := [peer.failure for peer in self._peers.values() if peer.failure]:
             raise OSError(broken[0])
 
-    def _start(self, messages: Sequence[Message]) -> list[Any]:
+    def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
         """Fill buffers with this rank's own pieces, and start to exchange the others."""
         rank, places = self._control.rank, self._places
         leaving = [each for each in messages if each.sender == rank and places[each.receiver] != rank]
@@ -161,14 +161,14 @@ class Ipc:
             raise AssertionError("connect comes first")
         return self._exchange.places
 
-    def _contiguous(self, message: Message) -> Tensor | None:
+    def _contiguous(self, message: WeightMessage) -> Tensor | None:
         """Return the bytes of a message that is one contiguous part of a parameter; None otherwise."""
         if len(message.pieces) > 1:
             return None
         view = self._local.view(message.pieces[0])
         return as_bytes(view) if view.is_contiguous() else None
 
-    def _pack(self, message: Message, flat: Tensor) -> None:
+    def _pack(self, message: WeightMessage, flat: Tensor) -> None:
         for piece, target in zip(message.pieces, unpack(flat, message.pieces, self._local.types), strict=True):
             target.copy_(self._local.view(piece))
 

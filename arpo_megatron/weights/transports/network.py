@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line, local_address
 from arpo_megatron.engine.wire import groups
-from arpo_megatron.engine.wire.boxes import Message, unpack
+from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
 from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
 from arpo_megatron.engine.wire.staging import Staging, as_bytes
 from arpo_megatron.engine.wire.watchdog import Watchdog
@@ -41,7 +41,7 @@ class Network:
         self._local = local
         self._backend = backend
         self._exchange: Exchange | None = None
-        self._rounds: list[list[Message]] = []
+        self._rounds: list[list[WeightMessage]] = []
         self._group: Any = None
         self._store: Any = None
         self._staging = Staging(torch.device("cpu") if backend == "gloo" else local.device)
@@ -120,7 +120,7 @@ class Network:
                 works = started
             wait_for(works, self._staging.device)
 
-    def _start(self, messages: Sequence[Message]) -> list[Any]:
+    def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
         """Start to send one round's messages; what is not contiguous is copied first."""
         sources = [[self._local.view(piece) for piece in message.pieces] for message in messages]
         direct = [len(views) == 1 and self._sendable(views[0]) for views in sources]
