@@ -145,20 +145,22 @@ def run_pipeline(
     values."""
     left = {index: len(chunks) for group in groups for index in group}
 
-    def over(index: int) -> None:  # on one chunk
+    def release_after_last_chunk(index: int) -> None:  # on one chunk
         left[index] -= 1
         if not left[index]:
             batches.done(index)
 
     def forward_step(iterator: Iterator[Sequence[int]], model: Any) -> tuple[Any, Any]:
         group = next(iterator)
-        made = [batches.make(index) for index in group]
-        output = run_group(model, made, temperature, [partial(over, index) for index in group])
-        return output, partial(finished, made)
+        micro_batches = [batches.make(index) for index in group]
+        output = run_group(
+            model, micro_batches, temperature, [partial(release_after_last_chunk, index) for index in group]
+        )
+        return output, partial(group_loss, micro_batches)
 
-    def finished(made: Sequence[MicroBatch], output: Any) -> tuple[Tensor, Tensor, Any]:
-        done = [finish(batch, each) for batch, each in zip(made, pairs(output), strict=True)]
-        loss = torch.zeros((), device=made[0].targets.device)  # with experts Megatron reads its device
+    def group_loss(micro_batches: Sequence[MicroBatch], output: Any) -> tuple[Tensor, Tensor, Any]:
+        done = [finish(batch, each) for batch, each in zip(micro_batches, pairs(output), strict=True)]
+        loss = torch.zeros((), device=micro_batches[0].targets.device)  # with experts Megatron reads its device
         for own, _ in done:
             loss = loss if own is None else loss + own
         # The schedule's token count is not used: credits are normalised over the batch.

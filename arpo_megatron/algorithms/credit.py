@@ -156,15 +156,15 @@ class TreeShape:
         """
         if shared_advantage == "soft":
             return advantages
-        spread = np.where(self.on_path, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
-        means = spread.sum(0) / np.maximum(1, self.on_path.sum(0))
+        by_segment = np.where(self.on_path, advantages if advantages.ndim == 2 else advantages[:, None], 0.0)
+        means = by_segment.sum(0) / np.maximum(1, self.on_path.sum(0))
         return np.where(self.on_path, means, 0.0)
 
     def token_credit(self, advantages: Floats, weights: Floats, factor: ArrayLike | None = None) -> TreeCredit:
         """Sum the leaves' weights and weighted advantages over the leaves below each token."""
-        spread = advantages if advantages.ndim == 2 else advantages[:, None]
-        positive = self.spread(self.sum_below(weights[:, None] * np.maximum(spread, 0.0)))
-        negative = self.spread(self.sum_below(weights[:, None] * np.minimum(spread, 0.0)))
+        by_segment = advantages if advantages.ndim == 2 else advantages[:, None]
+        positive = self.spread(self.sum_below(weights[:, None] * np.maximum(by_segment, 0.0)))
+        negative = self.spread(self.sum_below(weights[:, None] * np.minimum(by_segment, 0.0)))
         if factor is not None:
             scale = np.nan_to_num(np.asarray(factor, np.float64))  # NaN outside MODEL tokens
             up, down = np.maximum(scale, 0.0), np.minimum(scale, 0.0)
@@ -179,9 +179,9 @@ class TreeShape:
             values: float64[leaves] or [leaves, segments].
             weights: float64[leaves].
         """
-        spread = values if values.ndim == 2 else values[:, None]
-        positive = self.spread(self.sum_below(np.maximum(spread, 0.0)))
-        negative = self.spread(self.sum_below(np.minimum(spread, 0.0)))
+        by_segment = values if values.ndim == 2 else values[:, None]
+        positive = self.spread(self.sum_below(np.maximum(by_segment, 0.0)))
+        negative = self.spread(self.sum_below(np.minimum(by_segment, 0.0)))
         return _credit(positive, negative, self.spread(self.sum_below(weights[:, None])))
 
     def sum_to_leaves(self, token_values: Floats) -> Floats:

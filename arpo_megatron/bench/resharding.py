@@ -73,7 +73,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for kind in KINDS:
         requests = EngineAdmin([settings["url"]], TIMEOUT_S)
-        asked = PushSettings(kind=kind, bucket_bytes=bucket, verify_every=0)  # type: ignore[arg-type]  # a literal
+        asked = PushSettings(transport=kind, bucket_bytes=bucket, verify_every=0)  # type: ignore[arg-type]  # a literal
         sync = WeightSync(control, requests, chunks, spec, asked, note=lambda _: None)
         sync.push(1)  # verified: all tensors are equal
         bare = BareExchange(control.rank, sync.rounds, ENGINE_RANKS) if kind == "network" else None

@@ -222,7 +222,9 @@ class Pushes:
         self.two_buckets_bytes = 2 * settings["bucket_mib"] * 2**20
 
         def sync(bucket_bytes: int) -> WeightSync:
-            asked = PushSettings(kind=transport, bucket_bytes=bucket_bytes, verify_every=2, directory=root / "sync")
+            asked = PushSettings(
+                transport=transport, bucket_bytes=bucket_bytes, verify_every=2, directory=root / "sync"
+            )
             requests = EngineAdmin([settings["url"]], TIMEOUT_S)
             control = Control(parallel.group("control"))
             return WeightSync(control, requests, chunks, spec, asked, note=lambda _: None)

@@ -86,7 +86,7 @@ class SlurmBackend:
         """Return the placement of an engine on its node."""
         return self.layout.placement(engine)
 
-    def place(self, service: str, program: ServiceSpec) -> ServiceSpec:
+    def wrap_service(self, service: str, program: ServiceSpec) -> ServiceSpec:
         """Return the service as a step on its node."""
         return replace(
             program,

@@ -158,7 +158,9 @@ class EngineAdmin:
             for answer in answers
         ]
 
-    def layouts(self, types: Mapping[str, TensorType], together: Sequence[Sequence[str]]) -> list[list[EngineShard]]:
+    def engine_shards(
+        self, types: Mapping[str, TensorType], together: Sequence[Sequence[str]]
+    ) -> list[list[EngineShard]]:
         """Return, for each engine, what each of its ranks holds.
 
         Args:

@@ -108,7 +108,7 @@ class EngineRoutes:
     def __init__(self, urls: Sequence[str], router: str | None) -> None:
         self.engines = tuple(EngineState(url.rstrip("/")) for url in urls)
         self.router = None if router is None else router.rstrip("/")
-        self._placed: dict[str, EngineState] = {}  # by key: the engine that `place` has chosen
+        self._placed: dict[str, EngineState] = {}  # by key: the engine that `pin` has chosen
         self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
         self._bypass: set[str] = set()  # keys that the router sends to an engine with old weights
 
@@ -119,7 +119,7 @@ class EngineRoutes:
             return placed if placed is not None and placed.backoff_until <= now else pick_engine(key, self.engines, now)
         return self._routed.setdefault(key, EngineState(self.router))
 
-    def place(self, key: str, url: str | None) -> None:
+    def pin(self, key: str, url: str | None) -> None:
         """Send requests with this key to one engine while it is up; None: to any."""
         engine = next((engine for engine in self.engines if engine.url == url), None)
         if engine is None:

@@ -90,8 +90,8 @@ class EngineClient:
         self.on_stale: Callable[[str], None] | None = None
         """Called with the URL of an engine whose weights are older than `version`; requests then wait for the push that
         follows. None: no one pushes, so requests to that engine fail."""
-        self._routes = EngineRoutes(urls, router)
-        self._engines = self._routes.engines
+        self._selector = EngineRoutes(urls, router)
+        self._engines = self._selector.engines
         self._began: dict[str, int] = {}  # by key: the policy version whose part of the cache its tree uses
         self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
         self._headers = bearer(token)
@@ -142,12 +142,12 @@ class EngineClient:
         """Send requests again; answers come from policy `version` or a later one."""
         self.version = version
         self.pushes += 1
-        self._routes.pushed()
+        self._selector.pushed()
         self._gate.set()
 
     def cache_id(self, key: str) -> CacheId:
         """Return the cache that a request with this routing key would hit now."""
-        engine = self._routes.pick(key, asyncio.get_running_loop().time())
+        engine = self._selector.pick(key, asyncio.get_running_loop().time())
         return engine.url, engine.incarnation, self._cache_version(key) if self.keeps_kv else self.pushes
 
     def begin_tree(self, key: str, version: int) -> None:
@@ -165,16 +165,16 @@ class EngineClient:
         """Return a request that uses the part of the cache of its tree."""
         return body | {"extra_key": str(self._cache_version(key))} if self.keeps_kv else body
 
-    def place(self, key: str, url: str | None) -> None:
+    def pin(self, key: str, url: str | None) -> None:
         """Send requests with this routing key to one engine while it is up; None: to any. A router decides alone."""
-        self._routes.place(key, url)
+        self._selector.pin(key, url)
 
     async def capacities(self) -> list[tuple[str, EngineCapacity]]:
         """Return the URL and the capacity of each engine (`read_capacities`); with a router, its URL and the sums."""
         urls = [engine.url for engine in self._engines]
         capacities = await read_capacities(self._connected(), urls, wait_s=self._retry_for_s)
-        if self._routes.router is not None and capacities:  # it chooses the engine itself
-            return [(self._routes.router, total_capacity(capacities))]
+        if self._selector.router is not None and capacities:  # it chooses the engine itself
+            return [(self._selector.router, total_capacity(capacities))]
         return list(zip(urls, capacities, strict=False))
 
     async def generate(
@@ -288,14 +288,14 @@ class EngineClient:
             if not self._gate.is_set():
                 await self._gate.wait()
                 give_up, strikes = float("inf"), 0
-            engine = self._routes.pick(key, clock())
+            engine = self._selector.pick(key, clock())
             if (backoff_s := engine.backoff_until - clock()) > 0:
                 await asyncio.sleep(backoff_s)
                 continue  # another engine may be up by now, or a pause may have begun
             try:
                 if not await self._is_ready(engine, ready):
                     continue  # a pause has begun meanwhile and did not count this request
-                engine = self._routes.pick(key, clock())
+                engine = self._selector.pick(key, clock())
                 answer = await self._attempt(engine, body, key, first)
                 self._check_version(version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, TransientError) as error:
@@ -373,7 +373,7 @@ class EngineClient:
 
         Only the router knows which engine that is, so each engine's version is checked before it is used.
         """
-        if not self._routes.bypass_router(key):
+        if not self._selector.bypass_router(key):
             return  # another path of the tree has noticed first
         await asyncio.gather(*map(self._check_stale, self._engines))
 

@@ -286,7 +286,7 @@ def _with_tools(pending: Sequence[PendingQuestion], evaluation: _Evaluation) -> 
 def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Agent]:
     """Start the services of an agent, and yield it."""
     from arpo_megatron.jobs.inputs import write_tool_files
-    from arpo_megatron.launch.services import Job, services, tool_service
+    from arpo_megatron.launch.services import Job, running_services, tool_service
     from arpo_megatron.launch.tool_check import check_tools
     from arpo_megatron.rollout.endpoints import connect_rollouts
 
@@ -312,7 +312,7 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
         from arpo_megatron.evaluation.agents.engine import EngineAgent
 
         assert target.model is not None and prompted.decode is not None
-        with services(Job(config, out, supervisor), target.model) as ready:
+        with running_services(Job(config, out, supervisor), target.model) as ready:
             rollouts = connect_rollouts(config, target.model, ready)
             try:
                 yield EngineAgent(rollouts, config, evaluation.attempts, prompted.decode, supervisor.check)

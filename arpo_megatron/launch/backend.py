@@ -29,7 +29,7 @@ class Backend(Protocol):
     def placement(self, config: JobConfig, engine: int) -> Placement:
         """Return where engine number `engine` computes."""
 
-    def place(self, service: str, spec: ServiceSpec) -> ServiceSpec:
+    def wrap_service(self, service: str, spec: ServiceSpec) -> ServiceSpec:
         """Return the service as it is started from this machine."""
 
     def ranks(self, module: str, arguments: Sequence[str], config: JobConfig) -> tuple[list[str], dict[str, str]]:
@@ -63,7 +63,7 @@ class LocalBackend:
         """Place the engine on this machine's GPUs, if it has any."""
         return placement(config).of_engine(engine, config.engine)
 
-    def place(self, service: str, spec: ServiceSpec) -> ServiceSpec:
+    def wrap_service(self, service: str, spec: ServiceSpec) -> ServiceSpec:
         """Return the service unchanged: every service runs on this machine."""
         return spec
 

@@ -18,7 +18,7 @@ from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.prompts import environment_notes
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
-from arpo_megatron.launch.services import Job, run_trainer, services
+from arpo_megatron.launch.services import Job, run_trainer, running_services
 from arpo_megatron.launch.silent_directory import report_silence
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.launch.tool_check import check_isolation, check_tools
@@ -250,7 +250,7 @@ def _train(job: Job) -> None:
     run = job.run
     _check_stop(run)
     job.progress.phase("start engine and tools")
-    with services(job, start_model(job.config, run, "train"), pushes=True) as ready:
+    with running_services(job, start_model(job.config, run, "train"), pushes=True) as ready:
         _check_stop(run)
         run_trainer(job, "arpo_megatron.train", env=ready.environment)
         if run.steps_done < job.config.train.steps:  # otherwise it was asked to end during the export, and is done

@@ -65,7 +65,9 @@ class Job:
 
 
 @contextmanager
-def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = False) -> Iterator[ServiceEndpoints]:
+def running_services(
+    job: Job, model: Path, *, rollouts: bool = True, pushes: bool = False
+) -> Iterator[ServiceEndpoints]:
     """Start the tool service, engines that serve `model`, and the rollout process; keep them up inside the block.
 
     Args:
@@ -93,7 +95,7 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
         sandboxes = [_sandbox(job, index, sandbox_token) for index in range(config.sandbox.replicas)]
         (port,) = backend.ports("rollout", 1)
         rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
-        growing = [backend.place("rollout", rollout)] if rollouts else []
+        growing = [backend.wrap_service("rollout", rollout)] if rollouts else []
         # The first tool service builds the index that the others read.
         supervisor.serve(sandboxes[0], *engines, *growing)
         supervisor.serve(*sandboxes[1:])
@@ -108,7 +110,7 @@ def services(job: Job, model: Path, *, rollouts: bool = True, pushes: bool = Fal
             token=token,
         )
         if router is not None:
-            supervisor.serve(backend.place("router", router))
+            supervisor.serve(backend.wrap_service("router", router))
         yield ServiceEndpoints(
             " ".join(sandbox.url for sandbox in sandboxes),
             urls,
@@ -156,7 +158,7 @@ def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Pat
         token=token,
         options={"enable-fp32-lm-head": None} if config.model.fp32_head else {},
     )
-    return replace(backend.place(service, spec), held_by=job.run.memory_lent)
+    return replace(backend.wrap_service(service, spec), held_by=job.run.memory_lent)
 
 
 def _sandbox(job: Job, index: int, token: str) -> ServiceSpec:
@@ -169,7 +171,7 @@ def _sandbox(job: Job, index: int, token: str) -> ServiceSpec:
         host=backend.host(service),
         name="sandbox" if job.config.sandbox.replicas == 1 else service,
     )
-    return backend.place(service, spec)
+    return backend.wrap_service(service, spec)
 
 
 def sandbox_service(

@@ -11,7 +11,7 @@ from arpo_megatron.jobs.inputs import load_data, load_tokenizer
 from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import hold_run
-from arpo_megatron.launch.services import Job, services
+from arpo_megatron.launch.services import Job, running_services
 from arpo_megatron.rollout.endpoints import connect_rollouts
 from arpo_megatron.rollout.messages import RolloutSettings
 from arpo_megatron.tasks.base import Task
@@ -71,7 +71,7 @@ def answer_and_compare(job: Job, model: Path) -> VerifiedAnswer:
         raise UserError("data.held_out=0: there is no question to ask the exported model")
     # Generated tasks of the kind "two" need both tools.
     task = next((task for task in held_out if task.id.endswith("-two")), held_out[0])
-    with services(job, model) as ready:
+    with running_services(job, model) as ready:
         rollouts = connect_rollouts(config, model, ready)
         try:
             report = rollouts.grow_trees(

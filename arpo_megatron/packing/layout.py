@@ -213,34 +213,34 @@ def _depth_first(tree: RolloutTree) -> list[int]:
     return order
 
 
-def join_packs(layouts: Sequence[TreePack], shared: int = 0) -> TreePack:
+def join_packs(tree_packs: Sequence[TreePack], shared: int = 0) -> TreePack:
     """Join whole trees in one pack.
 
     Args:
-        layouts: packs from `lay_out`.
+        tree_packs: packs from `lay_out`.
         shared: number of first tokens that are equal in all of them (a common system prompt). They appear once, as a
             root over all trees.
     """
-    if not layouts:
+    if not tree_packs:
         return new_pack()
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_TOKEN_FIELDS, *_TARGET_FIELDS)}
     routes: list[tuple[int, Int16Array | None]] = []
     end = shared
-    for layout in layouts:
-        skip = 0 if layout is layouts[0] else shared
+    for pack in tree_packs:
+        skip = 0 if pack is tree_packs[0] else shared
         shift = end - shared  # of every token but the shared ones
         for name in _TOKEN_FIELDS:
-            parts[name].append(getattr(layout, name)[skip:])
-        routes.append((len(layout) - skip, layout.routes[skip:]))
-        parts["subtree_end"][-1] = layout.subtree_end[skip:] + shift
+            parts[name].append(getattr(pack, name)[skip:])
+        routes.append((len(pack) - skip, pack.routes[skip:]))
+        parts["subtree_end"][-1] = pack.subtree_end[skip:] + shift
         for name in _TARGET_FIELDS:
-            parts[name].append(getattr(layout, name))
-        parts["predictors"][-1] = np.where(layout.predictors < shared, layout.predictors, layout.predictors + shift)
-        end += len(layout) - shared
+            parts[name].append(getattr(pack, name))
+        parts["predictors"][-1] = np.where(pack.predictors < shared, pack.predictors, pack.predictors + shift)
+        end += len(pack) - shared
     arrays = {name: np.concatenate(values) for name, values in parts.items()}
     arrays["routes"] = _routes(routes)
     arrays["subtree_end"][:shared] = end
-    arrays["multiplicity"][:shared] = sum(int(layout.multiplicity[0]) for layout in layouts if shared)
+    arrays["multiplicity"][:shared] = sum(int(pack.multiplicity[0]) for pack in tree_packs if shared)
     order = np.argsort(arrays["predictors"], kind="stable")
     for name in _TARGET_FIELDS:
         arrays[name] = arrays[name][order]
@@ -286,20 +286,20 @@ def cut_pack(layout: TreePack, spans: Sequence[Span], *, inherit: bool) -> list[
     return packs
 
 
-def shared_prefix(layouts: Sequence[TreePack], prompts: Sequence[int]) -> int:
+def shared_prefix(tree_packs: Sequence[TreePack], prompts: Sequence[int]) -> int:
     """Return the number of tokens that all prompts begin with; 0 for fewer than two trees.
 
     Args:
-        layouts: packs of whole trees.
+        tree_packs: packs of whole trees.
         prompts: length of each tree's prompt.
     """
-    if len(layouts) < 2:
+    if len(tree_packs) < 2:
         return 0
     # At least one token of each tree must remain.
-    first = layouts[0].token_ids[: min(*prompts, *(len(layout) - 1 for layout in layouts))]
+    first = tree_packs[0].token_ids[: min(*prompts, *(len(pack) - 1 for pack in tree_packs))]
     length = len(first)
-    for layout in layouts[1:]:
-        differs = np.flatnonzero(layout.token_ids[:length] != first[:length])
+    for pack in tree_packs[1:]:
+        differs = np.flatnonzero(pack.token_ids[:length] != first[:length])
         length = int(differs[0]) if len(differs) else length
     return length
 

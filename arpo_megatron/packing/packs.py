@@ -36,7 +36,7 @@ def pack_trees(
     ranks: int = 1,
     inherit: bool = True,
     group_tokens: int | None = None,
-    in_step: bool = False,
+    lockstep: bool = False,
     share_prompt: bool = True,
     cost: CostModel = TYPICAL_COST,
 ) -> list[TreePack]:
@@ -51,7 +51,7 @@ def pack_trees(
         ranks: number of data-parallel ranks.
         inherit: packs of a cut tree inherit ancestors; False repeats them.
         group_tokens: largest number of tokens of a group, raised to the longest path; None for groups of whole trees.
-        in_step: all ranks take part in every pass (experts on several ranks), so each rank's groups come by falling
+        lockstep: all ranks take part in every pass (experts on several ranks), so each rank's groups come by falling
             number of packs and cost.
         share_prompt: compute the common beginning of the prompts of a pack once.
         cost: balances ranks and packs.
@@ -64,24 +64,24 @@ def pack_trees(
         raise ValueError(f"token_budget={token_budget} and ranks={ranks} must be at least 1")
     if len(trees) != len(credits):
         raise ValueError(f"{len(trees)} trees but {len(credits)} credits")
-    layouts = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
-    costs = [_cost(layout, cost) for layout in layouts]
+    tree_packs = [lay_out(index, tree, credit) for index, (tree, credit) in enumerate(zip(trees, credits, strict=True))]
+    costs = [_cost(pack, cost) for pack in tree_packs]
     groups: list[list[TreePack]] = []
     for rank, share in enumerate(divide_work(costs, ranks)):
-        fitting = sorted(i for i in share if 0 < len(layouts[i]) <= token_budget)
+        fitting = sorted(i for i in share if 0 < len(tree_packs[i]) <= token_budget)
         prompts = [trees[i].prompt_ids if share_prompt else trees[i].prompt_ids[:0] for i in fitting]
         for alike in _group_by_prefix(prompts):
-            members = [layouts[fitting[i]] for i in alike]
+            members = [tree_packs[fitting[i]] for i in alike]
             shared = shared_prefix(members, [len(prompts[i]) for i in alike])
             sizes = [len(member) - shared for member in members]
             for group in balanced_groups(sizes, [costs[fitting[i]] for i in alike], token_budget - shared):
                 pack = join_packs([members[i] for i in group], shared if len(group) > 1 else 0)
                 groups.append([replace(pack, data_rank=rank)])
-        for index in sorted(i for i in share if len(layouts[i]) > token_budget):
+        for index in sorted(i for i in share if len(tree_packs[i]) > token_budget):
             limit = group_tokens if inherit else token_budget
-            for parts in _cut_tree(layouts[index], token_budget, limit, inherit=inherit):
+            for parts in _cut_tree(tree_packs[index], token_budget, limit, inherit=inherit):
                 groups.append([replace(pack, data_rank=rank) for pack in parts])
-    if in_step:
+    if lockstep:
         groups.sort(key=lambda parts: (parts[0].data_rank, -len(parts), -sum(_cost(pack, cost) for pack in parts)))
     packs: list[TreePack] = []
     for parts in groups:
@@ -147,7 +147,7 @@ def pack_batch(
             token_budget=budget,
             ranks=parallel.data,
             group_tokens=limit,
-            in_step=parallel.expert > 1,
+            lockstep=parallel.expert > 1,
             cost=cost,
         )
         found = pipeline_cost(packs, parallel.data, stages, chunks, cost)
@@ -259,7 +259,7 @@ def report_packs(
     *,
     ranks: int = 1,
     in_flight: int = 1,
-    in_step: bool = False,
+    lockstep: bool = False,
     cost: CostModel = TYPICAL_COST,
 ) -> PackReport:
     """Measure the result of `pack_trees`.
@@ -269,14 +269,14 @@ def report_packs(
         trees: trees of a batch.
         ranks: number of data-parallel ranks.
         in_flight: groups alive at once, the depth of the pipeline.
-        in_step: all ranks take part in every pass.
+        lockstep: all ranks take part in every pass.
         cost: as in `pack_trees`.
     """
     unique, computed = sum(tree.unique_tokens for tree in trees), sum(len(pack) for pack in packs)
     repeated = sum(pack.repeated for pack in packs)
     costs = rank_costs([pack for pack in packs if pack.data_rank < ranks], ranks, cost)
     mean = sum(costs) / ranks
-    slowest = _cost_in_step(packs, ranks, cost) if in_step else max(costs)
+    slowest = _cost_in_step(packs, ranks, cost) if lockstep else max(costs)
     return PackReport(
         packs=len(packs),
         unique=unique,
@@ -286,7 +286,7 @@ def report_packs(
         inherited=sum(pack.inherited for pack in packs),
         saved_by_shared_prompt=unique + repeated - computed,
         live_tokens=max(
-            _live_in_groups(packs, in_flight) if in_step or in_flight > 1 else _live_tokens(packs), default=0
+            _live_in_groups(packs, in_flight) if lockstep or in_flight > 1 else _live_tokens(packs), default=0
         ),
         imbalance=slowest / mean - 1.0 if mean else 0.0,
     )

@@ -63,7 +63,7 @@ class AdmissionGate:
         self.engine = engine
         self._probe_ids = [] if codec is None else sorted(set(codec.encode(_PROBE_TEXT)))
         self.admission = KvAdmission()
-        self.granted: dict[PathId, asyncio.Future[int]] = {}
+        self.waiting: dict[PathId, asyncio.Future[int]] = {}
         self.urls: list[str] = []
         self._numbers = itertools.count()
         self._opening: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class AdmissionGate:
     def grant(self) -> None:
         """Wake the requests that may be sent now."""
         for path, engine in self.admission.grant():
-            waiting = self.granted.get(path)
+            waiting = self.waiting.get(path)
             if waiting is None or waiting.done():  # it was cancelled
                 self.admission.answered(engine, *path, 0, None)
             else:
@@ -156,7 +156,7 @@ class TreeAdmission:
     def close(self) -> None:
         """Remove the tree, whose paths have all ended or were cancelled."""
         self._gate.admission.remove_tree(self._number)
-        self._gate.engine.place(self._routing_key, None)
+        self._gate.engine.pin(self._routing_key, None)
         self._gate.grant()
 
     @contextmanager
@@ -185,7 +185,7 @@ class TreeAdmission:
         """Wait until a request for a segment, with a prompt of `length` tokens, may be sent; the block sends it."""
         gate, key = self._gate, path_of(node.key)
         path = (self._number, key)
-        waiting = gate.granted[path] = asyncio.get_running_loop().create_future()
+        waiting = gate.waiting[path] = asyncio.get_running_loop().create_future()
         turn, asked = RequestSlot(length), time.monotonic()
         turn.suspended = gate.admission.ask(*path, length)
         gate.grant()
@@ -197,8 +197,8 @@ class TreeAdmission:
                 gate.grant()
             raise
         finally:
-            del gate.granted[path]
-        gate.engine.place(self._routing_key, gate.urls[engine])
+            del gate.waiting[path]
+        gate.engine.pin(self._routing_key, gate.urls[engine])
         turn.waited_s = time.monotonic() - asked
         try:
             yield turn

@@ -179,10 +179,10 @@ class RolloutHandle:
     def discard_collected(self, purpose: str) -> None:
         """Drop the records of the collected trees of one purpose, which are safe elsewhere now."""
         with self._lock:
-            done = {number for number in self._collected if self._trees[number][0].purpose == purpose}
+            done = {tree_id for tree_id in self._collected if self._trees[tree_id][0].purpose == purpose}
             self._collected -= done
-            for number in done:
-                del self._trees[number]
+            for tree_id in done:
+                del self._trees[tree_id]
 
     def collect(
         self,
@@ -206,9 +206,9 @@ class RolloutHandle:
         if finished is not None:
             with self._lock:
                 known = list(self._finished)
-            for number in known:
-                self._give(number, request.purpose, finished)
-        return self._report(request, progress, lambda number: self._give(number, request.purpose, finished))
+            for tree_id in known:
+                self._give(tree_id, request.purpose, finished)
+        return self._report(request, progress, lambda tree_id: self._give(tree_id, request.purpose, finished))
 
     def finish_trees(self, request: FinishTrees, progress: Callable[[RolloutProgress], None] | None = None) -> None:
         """Wait until all trees of one purpose are finished. Raises the errors of `collect`."""
@@ -251,10 +251,10 @@ class RolloutHandle:
             self._trees |= {tree.tree_id: (tree, list(tree.entries)) for tree in trees}
         self._call(StartTrees(tuple(trees), version))
 
-    def _give(self, number: int, purpose: str, finished: Callable[[Task, RolloutTree], None] | None) -> None:
+    def _give(self, tree_id: int, purpose: str, finished: Callable[[Task, RolloutTree], None] | None) -> None:
         """Call `finished` with a tree if it is of this purpose and was not collected."""
         with self._lock:
-            tree, known = self._finished.get(number), self._trees.get(number)
+            tree, known = self._finished.get(tree_id), self._trees.get(tree_id)
         if finished is not None and tree is not None and known is not None and known[0].purpose == purpose:
             finished(known[0].task, tree)
 
@@ -279,25 +279,25 @@ class RolloutHandle:
         with self._lock:
             if self._broken is not None:
                 raise RolloutError(f"the rollout process has already failed: {self._broken}")
-            number = next(self._requests)
-            self._pending = (number, request)
+            request_id = next(self._requests)
+            self._pending = (request_id, request)
             if self._connection is not None:
                 with suppress(OSError):
                     self._connection.send(self._pending)
         try:
-            return self._answer_to(number, progress, finished)
+            return self._answer_to(request_id, progress, finished)
         finally:
             with self._lock:
                 self._pending = None
 
     def _answer_to(
         self,
-        request: int,
+        request_id: int,
         progress: Callable[[RolloutProgress], None] | None = None,
         finished: Callable[[int], None] | None = None,
     ) -> object:
         while True:
-            number, answer = self._answers.get()
+            answered_id, answer = self._answers.get()
             if isinstance(answer, FinishedTree):
                 if finished is not None:
                     finished(answer.tree_id)
@@ -309,7 +309,7 @@ class RolloutHandle:
             if isinstance(answer, RolloutError):
                 self._broken = answer
                 raise answer
-            if number != request:
+            if answered_id != request_id:
                 continue  # the answer to an interrupted call, or to the first request of another connection
             if isinstance(answer, StaleEnginesError):
                 raise answer
@@ -352,8 +352,8 @@ class RolloutHandle:
                 raise EOFError
             trees = tuple(
                 LiveTree(tree.tree_id, tree.purpose, tree.task, tree.step, tree.version, tree.settings, tuple(entries))
-                for number, (tree, entries) in self._trees.items()
-                if number not in self._collected
+                for tree_id, (tree, entries) in self._trees.items()
+                if tree_id not in self._collected
             )
             connection.send((_GREETING, Restore(self._settings, StartTrees(trees, self._version), self._paused)))
             if self._pending is not None:
@@ -375,7 +375,7 @@ class RolloutHandle:
             self._answers.put((_GREETING, message))
             return False
         assert isinstance(message, tuple)
-        number, answer = message
+        request_id, answer = message
         if isinstance(answer, ReportPart):
             beat()
             self._parts.append(answer.tree)
@@ -383,15 +383,15 @@ class RolloutHandle:
         if isinstance(answer, RolloutReport):
             failed, self._parts = self._parts, []
             with self._lock:
-                ids = [number for number in answer.tree_ids if number in self._finished]
-                trees = [self._finished.pop(number) for number in ids]
+                ids = [tree_id for tree_id in answer.tree_ids if tree_id in self._finished]
+                trees = [self._finished.pop(tree_id) for tree_id in ids]
             for tree in trees:
                 tree.answered_shares = dict(answer.answered_shares)
             answer = replace(answer, trees=trees, failed=failed)
         with self._lock:
             if isinstance(answer, RolloutReport):
-                self._collected.update(number for number in answer.tree_ids if number in self._trees)
-            if self._pending is not None and self._pending[0] == number and not isinstance(answer, RolloutProgress):
+                self._collected.update(tree_id for tree_id in answer.tree_ids if tree_id in self._trees)
+            if self._pending is not None and self._pending[0] == request_id and not isinstance(answer, RolloutProgress):
                 self._pending = None
-        self._answers.put((number, answer))
+        self._answers.put((request_id, answer))
         return isinstance(answer, Failure)

@@ -180,7 +180,7 @@ class TreeClient:
         to one of `RolloutLimits.shared_tools` takes the result of the first one whatever it is: if failures were
         shared only sometimes, the chance that a trajectory remains would be unknown (`algorithms/advantages/lost.py`).
         """
-        name = self._execution(node, call)
+        name = self._shared_call_key(node, call)
         if name is not None:
             self._executions[node.key] = name
         if (recorded := self._record.tool_results.get(node.key)) is not None:
@@ -216,7 +216,7 @@ class TreeClient:
             same |= dict.fromkeys(equal[1:], equal[0]) if name in executed else dict.fromkeys(equal, -1)
         return same
 
-    def _execution(self, node: Node, call: AnsweredCall) -> str | None:
+    def _shared_call_key(self, node: Node, call: AnsweredCall) -> str | None:
         """Return a name that the call shares with equal calls; None: the tool is executed for each call."""
         limits = self._context.limits
         if not isinstance(call, ToolCall) or self._context.environments or call.tool not in limits.shared_tools:

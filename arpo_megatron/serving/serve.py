@@ -26,7 +26,7 @@ from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
 from arpo_megatron.jobs.prompts import job_system_prompt
 from arpo_megatron.jobs.run_directory import SYSTEM_PROMPT, RunDirectory
 from arpo_megatron.launch.job import hold_run
-from arpo_megatron.launch.services import Job, services
+from arpo_megatron.launch.services import Job, running_services
 from arpo_megatron.rollout.endpoints import ServiceEndpoints
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
@@ -114,7 +114,7 @@ def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job,
                 for note in write_tool_files(config, run, JobData((), ())):
                     job.progress.note(note)
             job.progress.phase("start engine and tools")
-            with services(job, target.model, rollouts=False) as ready:
+            with running_services(job, target.model, rollouts=False) as ready:
                 yield job, ready
 
 

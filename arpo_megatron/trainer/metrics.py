@@ -168,7 +168,7 @@ def pack_metrics(batches: Sequence[Batch], spec: ModelSpec, config: JobConfig) -
             batch.trees,
             ranks=layout.data,
             in_flight=layout.pipeline,
-            in_step=layout.expert > 1,
+            lockstep=layout.expert > 1,
             cost=cost,
         ).row()
         for batch in batches

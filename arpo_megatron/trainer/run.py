@@ -163,7 +163,7 @@ class TrainingRun:
         """
         controller = self.controller
         work = None if controller is None else partial(controller.collector.collect, self.step)
-        trees = self._with_engines(work) or []
+        trees = self._retry_with_pushes(work) or []
         if placement(self.config).colocated:
             with self.phase("lend"):
                 if controller is not None:
@@ -319,7 +319,7 @@ class TrainingRun:
             return
         self.session.events.emit("phase", name=f"evaluate {when}", step=self.step)
         controller, tasks = self.controller, self.held_out[: self.config.evaluation.tasks]
-        result = self._with_engines(None if controller is None else partial(controller.evaluate, tasks, self.step))
+        result = self._retry_with_pushes(None if controller is None else partial(controller.evaluate, tasks, self.step))
         if result is not None:
             result.write(self.session.directory.held_out, self.step, self.state.totals)
             self.state.success[when] = result.success
@@ -344,7 +344,7 @@ class TrainingRun:
             if session.metrics is not None and session.metrics.wandb is not None:
                 session.metrics.wandb.log_export(directory.export)
 
-    def _with_engines(self, work: Callable[[], T] | None) -> T | None:
+    def _retry_with_pushes(self, work: Callable[[], T] | None) -> T | None:
         """Return the result of rank 0's `work`; whenever an engine has lost its weights, all ranks push them again."""
         while True:
             result, outcome = None, "done"

@@ -41,12 +41,12 @@ def advice(metrics: Sequence[Row], held_out: Sequence[Row], trees: Sequence[Row]
     return [each for each in [*found, *others] if each is not None]
 
 
-def _recent(metrics: Sequence[Row], name: str) -> float | None:
+def _recent_mean(metrics: Sequence[Row], name: str) -> float | None:
     values = [row[name] for row in metrics[-_WINDOW:] if row.get(name) is not None]
     return fmean(values) if values else None
 
 
-def _first(metrics: Sequence[Row], name: str) -> float | None:
+def _first_median(metrics: Sequence[Row], name: str) -> float | None:
     values = [row[name] for row in metrics[:_WINDOW] if row.get(name) is not None]
     return median(values) if values else None
 
@@ -56,7 +56,7 @@ def _sum(metrics: Sequence[Row], name: str) -> float:
 
 
 def _entropy_collapse(metrics: Sequence[Row], _config: Row) -> Advice | None:
-    before, now = _first(metrics, "entropy_mean"), _recent(metrics, "entropy_mean")
+    before, now = _first_median(metrics, "entropy_mean"), _recent_mean(metrics, "entropy_mean")
     if before is None or now is None or len(metrics) < 2 * _WINDOW or now > 0.3 * before:
         return None
     return Advice(
@@ -83,7 +83,7 @@ def _no_signal(metrics: Sequence[Row], _config: Row) -> Advice | None:
 
 
 def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:
-    before, now = _first(metrics, "logprob_gap"), _recent(metrics, "logprob_gap")
+    before, now = _first_median(metrics, "logprob_gap"), _recent_mean(metrics, "logprob_gap")
     if now is None or now < 0.1 or (before is not None and now < 2 * before):
         return None
     return Advice(
@@ -176,7 +176,7 @@ def _stale_trees(metrics: Sequence[Row], _config: Row) -> Advice | None:
 
 
 def _cache_misses(metrics: Sequence[Row], _config: Row) -> Advice | None:
-    cached, predicted = _recent(metrics, "cached_prompt_share"), _recent(metrics, "predicted_cached_share")
+    cached, predicted = _recent_mean(metrics, "cached_prompt_share"), _recent_mean(metrics, "predicted_cached_share")
     if cached is None or predicted is None or cached >= predicted - 0.1:
         return None
     return Advice(

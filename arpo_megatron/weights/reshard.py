@@ -106,7 +106,7 @@ def plan_rounds(
     engines: Sequence[EngineShard],
     types: Mapping[str, TensorType],
     bucket_bytes: int,
-    places: Sequence[int],
+    bucket_holders: Sequence[int],
 ) -> list[Round]:
     """Return the rounds of a push; see the module's text.
 
@@ -116,8 +116,8 @@ def plan_rounds(
         engines: the ranks of all engines, one engine after the other.
         types: every tensor of the model.
         bucket_bytes: most bytes that a process handles in a round, unless a single row (of FP8 blocks) has more.
-        places: for each engine rank the process that holds its bucket: the trainer rank that hands it over, or a
-            number of its own beyond the trainer's ranks.
+        bucket_holders: for each engine rank the process that holds its bucket: the trainer rank that hands it over, or
+            a number of its own beyond the trainer's ranks.
 
     Raises:
         ValueError: an engine rank holds something that no trainer rank has, or no engine rank holds a part of a tensor.
@@ -144,11 +144,13 @@ def plan_rounds(
             raise ValueError(f"the engines hold {covered} of the {size(kind.whole)} elements of {name}")
     rounds: list[Round] = []
     while any(any(queue.values()) for queue in queues):
-        rounds.append(_next_round(queues, places, bucket_bytes, turn=len(rounds)))
+        rounds.append(_next_round(queues, bucket_holders, bucket_bytes, turn=len(rounds)))
     return rounds
 
 
-def _next_round(queues: list[dict[int, deque[BoxPart]]], places: Sequence[int], bucket_bytes: int, turn: int) -> Round:
+def _next_round(
+    queues: list[dict[int, deque[BoxPart]]], bucket_holders: Sequence[int], bucket_bytes: int, turn: int
+) -> Round:
     """Take as many pieces as every process may handle in one round."""
     handled: dict[int, int] = defaultdict(int)
     messages: list[WeightMessage] = []
@@ -157,7 +159,7 @@ def _next_round(queues: list[dict[int, deque[BoxPart]]], places: Sequence[int], 
         first = (receiver + turn) % len(senders) if senders else 0
         for sender in (*senders[first:], *senders[:first]):  # receivers start at different senders
             taken: list[BoxPart] = []
-            processes = {sender, places[receiver]}
+            processes = {sender, bucket_holders[receiver]}
             while queue[sender]:
                 count = WeightMessage(sender, receiver, (queue[sender][0],)).bytes
                 if any(handled[process] and handled[process] + count > bucket_bytes for process in processes):

@@ -53,7 +53,7 @@ LONG_PROBE_TOKENS = 16
 _SAMPLE_BYTES = 2**18
 """Bytes of rows that are compared of each tensor in a verified push."""
 
-Kind = Literal["auto", "network", "ipc", "disk"]
+TransportName = Literal["auto", "network", "ipc", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PushReport:
 class PushSettings:
     """Transport, memory and checks of weight pushes."""
 
-    kind: Kind = "auto"
+    transport: TransportName = "auto"
     """`sync.transport`."""
     bucket_bytes: int = 256 * 2**20
     """Most bytes that a process handles in one round; it holds two of them."""
@@ -92,7 +92,7 @@ class PushSettings:
     def of(cls, config: JobConfig, run: Path) -> Self:
         """Return the settings of a job with this run directory."""
         return cls(
-            kind=config.sync.transport,
+            transport=config.sync.transport,
             bucket_bytes=config.sync.bucket_bytes,
             verify_every=config.sync.verify_every,
             fp8=config.engine.quantization == "fp8",
@@ -123,7 +123,7 @@ class WeightSync:
         note: Callable[[str], None] = print,
     ) -> None:
         self._control = control
-        self._requests = requests
+        self._admin = requests
         self._chunks = chunks
         self._spec = spec
         self._settings = settings
@@ -142,7 +142,7 @@ class WeightSync:
     @property
     def engines(self) -> EngineAdmin:
         """Requests to the engines outside a push, for rank 0."""
-        return self._requests
+        return self._admin
 
     @property
     def rounds(self) -> Sequence[Round]:
@@ -173,7 +173,7 @@ class WeightSync:
             control.on_rank_zero(prepare)
             if self._settings.colocated:
                 self._resume_weights()
-            engines = control.on_rank_zero(lambda: self._requests.begin_push(version))
+            engines = control.on_rank_zero(lambda: self._admin.begin_push(version))
             verify = engines != reached or self._since_verified == self._settings.verify_every
             if engines != reached or self._transport is None:
                 self._connect(engines)
@@ -197,7 +197,7 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect from the engines; engines that have ended are not an error."""
         self._disconnect()
-        self._requests.close()
+        self._admin.close()
 
     def _resume_weights(self) -> None:
         """Have the engines allocate the memory of their weights, after every rank has freed what it only caches.
@@ -206,49 +206,51 @@ class WeightSync:
         """
         free_cached_memory()
         self._control.gather(None)
-        self._control.on_rank_zero(lambda: self._requests.resume_memory(WEIGHTS))
+        self._control.on_rank_zero(lambda: self._admin.resume_memory(WEIGHTS))
 
     def _finish(self, version: int, loads: int) -> None:
         if self._settings.colocated:  # after the push, which needs memory for buckets
-            self._requests.resume_memory(*KV_CACHE)
-        self._requests.commit_push(version, loads)
+            self._admin.resume_memory(*KV_CACHE)
+        self._admin.commit_push(version, loads)
 
     def _connect(self, engines: tuple[EngineEndpoint, ...]) -> None:
         """Choose the transport and give every engine its part of the plan."""
         self._disconnect()
         control, local, settings = self._control, self._local, self._settings
-        if settings.kind == "disk":
+        if settings.transport == "disk":
             buckets = partial(hf_buckets, self._chunks, self._spec, settings.bucket_bytes)
-            self._transport = Disk(control, self._requests, buckets, settings.directory)
+            self._transport = Disk(control, self._admin, buckets, settings.directory)
             self._trainers = control.gather(local.shard)
             self._owners = reshard.owners(self._table, self._trainers)
             self._transport.connect(Exchange("", engines, (), ()))
             return
         together = [list(entry.hf) for entry in self._table]
-        layouts = control.on_rank_zero(lambda: self._requests.layouts(local.types, together))
+        by_engine = control.on_rank_zero(lambda: self._admin.engine_shards(local.types, together))
         self._trainers = control.gather(local.shard)
         self._owners = reshard.owners(self._table, self._trainers)
-        held = [shard for engine in layouts for shard in engine]
-        kind, reason = choose(settings.kind, self._trainers, held, on_gpu=local.device.type == "cuda")
+        held = [shard for engine in by_engine for shard in engine]
+        transport, reason = choose_transport(
+            settings.transport, self._trainers, held, on_gpu=local.device.type == "cuda"
+        )
         if control.rank == 0:
-            self._note(f"weights travel by {kind}: {reason}")
-        places = [control.ranks + rank for rank in range(len(held))]
-        if kind == "ipc":
-            places = carriers(self._trainers, held)
+            self._note(f"weights travel by {transport}: {reason}")
+        bucket_holders = [control.ranks + rank for rank in range(len(held))]
+        if transport == "ipc":
+            bucket_holders = carriers(self._trainers, held)
         try:
             self._rounds = reshard.plan_rounds(
-                self._owners, self._trainers, held, local.types, settings.bucket_bytes, places
+                self._owners, self._trainers, held, local.types, settings.bucket_bytes, bucket_holders
             )
         except ValueError as error:
             raise WeightPushError(f"the engines' weights do not fit the trainer's: {error}") from error
-        self._transport = self._reaching(kind)
+        self._transport = self._reaching(transport)
         name = control.on_rank_zero(lambda: secrets.token_hex(8))
-        self._transport.connect(Exchange(name, engines, self._rounds, places))
+        self._transport.connect(Exchange(name, engines, self._rounds, bucket_holders))
 
-    def _reaching(self, kind: str) -> Transport:
-        if kind == "ipc":
-            return Ipc(self._control, self._requests, self._local)
-        return Network(self._control, self._requests, self._local, kind)
+    def _reaching(self, transport: str) -> Transport:
+        if transport == "ipc":
+            return Ipc(self._control, self._admin, self._local)
+        return Network(self._control, self._admin, self._local, transport)
 
     def _send(self) -> int:
         """Send on every rank; return the number of loads. Raises WeightPushError on all ranks if one of them fails."""
@@ -276,8 +278,8 @@ class WeightSync:
         return tuple(samples)
 
     def _compare(self, samples: dict[str, Sample], expected: dict[str, int]) -> None:
-        by_engine = self._requests.checksums(samples)
-        for url, checksums in zip(self._requests.urls, by_engine, strict=True):
+        by_engine = self._admin.checksums(samples)
+        for url, checksums in zip(self._admin.urls, by_engine, strict=True):
             for name, sample in samples.items():
                 if difference := sample.difference(checksums[name], expected[name]):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {difference}")
@@ -288,8 +290,8 @@ class WeightSync:
         self._transport = None
 
 
-def choose(
-    kind: Kind, trainers: Sequence[TrainerShard], engines: Sequence[EngineShard], *, on_gpu: bool
+def choose_transport(
+    transport: TransportName, trainers: Sequence[TrainerShard], engines: Sequence[EngineShard], *, on_gpu: bool
 ) -> tuple[str, str]:
     """Return how weights travel ("ipc", "nccl" or "gloo"), and why.
 
@@ -299,13 +301,13 @@ def choose(
     devices = {shard.device for shard in trainers}
     what = "GPU" if on_gpu else "machine"
     near = sum(shard.device in devices for shard in engines)
-    if kind == "ipc" and near < len(engines):
+    if transport == "ipc" and near < len(engines):
         raise UserError(f"sync.transport=ipc: {len(engines) - near} engine rank(s) are not on a trainer rank's {what}")
-    if kind != "network" and near == len(engines):
-        asked = "" if kind == "auto" else f" (sync.transport={kind})"
+    if transport != "network" and near == len(engines):
+        asked = "" if transport == "auto" else f" (sync.transport={transport})"
         return "ipc", f"every engine rank is on a trainer rank's {what}{asked}"
     if not on_gpu:
-        return "gloo", "sync.transport=network" if kind == "network" else "an engine is on another machine"
+        return "gloo", "sync.transport=network" if transport == "network" else "an engine is on another machine"
     if near:
         return "gloo", f"{near} engine rank(s) are on trainer GPUs, and NCCL refuses two ranks on one GPU"
     return "nccl", "the engines have GPUs of their own"

@@ -129,7 +129,7 @@ def packed(problem: Problem, packing: str, layout: ParallelConfig) -> list[TreeP
             token_budget=TREE_BUDGETS[packing],
             ranks=ranks,
             group_tokens=GROUPS.get(packing),
-            in_step=layout.expert > 1,
+            lockstep=layout.expert > 1,
         )
     flat: list[tuple[RolloutTree, TreeCredit]] = [
         (single, cases.plain_credit(single, np.array([advantage]), WEIGHT))
@@ -259,7 +259,7 @@ def train(root: Path, layout: ParallelConfig, family: str) -> dict[str, object]:
             *cases.batch(update),
             token_budget=TREE_BUDGETS["cut" if update % 2 else "several"],
             ranks=layout.data,
-            in_step=layout.expert > 1,
+            lockstep=layout.expert > 1,
         )
         stats = actor.update(packs, [pack.sampling_logprobs for pack in packs])
         rows.append((stats.grad_norm, stats.lr))

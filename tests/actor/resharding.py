@@ -50,7 +50,7 @@ def train(actor: Actor, updates: range) -> list[dict[str, float]]:
     for seed in updates:
         # Five trees in packs of about two: an odd number, so that two data-parallel ranks have different counts.
         forest, credits = cases.batch(seed, count=5)
-        packs = pack_trees(forest, credits, token_budget=120, ranks=layout.data, in_step=layout.expert > 1)
+        packs = pack_trees(forest, credits, token_budget=120, ranks=layout.data, lockstep=layout.expert > 1)
         before = actor.logprobs(packs)
         stats = actor.update(packs, before if seed % 2 else [pack.sampling_logprobs for pack in packs])
         rows.append({**asdict(stats), "logprobs": float(sum(values.sum(dtype="float64") for values in before))})
@@ -60,7 +60,7 @@ def train(actor: Actor, updates: range) -> list[dict[str, float]]:
 def skipped(actor: Actor) -> list[tuple[bool, list[int]]]:
     """Return what each rank reports about an update in which the loss of one pack is not finite."""
     layout = actor.config.parallel
-    packs = pack_trees(*cases.batch(9, count=5), token_budget=60, ranks=layout.data, in_step=layout.expert > 1)
+    packs = pack_trees(*cases.batch(9, count=5), token_budget=60, ranks=layout.data, lockstep=layout.expert > 1)
     packs[-1] = replace(packs[-1], positive=packs[-1].positive * float("nan"))
     return parallel.gather_objects(
         (actor.update(packs, None, "nll").skipped, [i - len(packs) for i in actor.nonfinite_packs])

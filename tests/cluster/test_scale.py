@@ -82,7 +82,7 @@ def job(folder: Path) -> dict[str, float]:
 def service(backend: SlurmBackend, run: RunDirectory, program: Path, index: int) -> ServiceSpec:
     name = f"engine-{index}"
     host, port = backend.host(name), 30000 + index
-    return backend.place(
+    return backend.wrap_service(
         name,
         ServiceSpec(
             name=name,

@@ -20,7 +20,7 @@ from arpo_megatron.evaluation.target import EvalTarget, TargetKind, eval_config
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.services import Job, services
+from arpo_megatron.launch.services import Job, running_services
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.rollout.endpoints import ServiceEndpoints, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
@@ -66,7 +66,7 @@ def stage(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     assert prompted.decode is not None
     run = RunDirectory(directory)
     write_tool_files(config, run, prompted.data)
-    with Supervisor(run.logs) as supervisor, services(Job(config, run, supervisor), model) as ready:
+    with Supervisor(run.logs) as supervisor, running_services(Job(config, run, supervisor), model) as ready:
         rollouts = connect_rollouts(config, model, ready)
         pending = [PendingQuestion(question, task, (0,)) for question, task in prompted.tasks]
         yield Stage(config, ready, rollouts, pending, prompted.decode, supervisor)

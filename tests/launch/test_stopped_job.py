@@ -47,7 +47,7 @@ class Ranks(LocalBackend):
 
     def train(self, *overrides: str) -> None:
         with self.job(*overrides) as held, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job, "services", self.services)
+            patch.setattr(job, "running_services", self.services)
             job.run_training_phases(held)
 
     @contextmanager

@@ -73,7 +73,7 @@ def test_model_tokens_of_all_trees_are_trained_once_with_their_credit(forest, bu
             ranks=ranks,
             inherit=inherit,
             group_tokens=group and group * budget,
-            in_step=ranks > 1,
+            lockstep=ranks > 1,
         )
         for _ in range(2)
     )
@@ -138,14 +138,14 @@ def test_odd_prompt_does_not_prevent_sharing():
 def test_packs_in_step_are_paired_by_cost(forest, budget):
     credits = [numbered_credit(tree, 1000 * i) for i, tree in enumerate(forest)]
     apart, meeting = (
-        pack_trees(forest, credits, token_budget=budget, ranks=2, inherit=False, in_step=in_step)
-        for in_step in (False, True)
+        pack_trees(forest, credits, token_budget=budget, ranks=2, inherit=False, lockstep=lockstep)
+        for lockstep in (False, True)
     )
     assert_packed(meeting, forest)
     assert report_packs(meeting, forest, ranks=2).imbalance == pytest.approx(
         report_packs(apart, forest, ranks=2).imbalance
     )
-    waited, paired = (report_packs(packs, forest, ranks=2, in_step=True).imbalance for packs in (apart, meeting))
+    waited, paired = (report_packs(packs, forest, ranks=2, lockstep=True).imbalance for packs in (apart, meeting))
     assert report_packs(meeting, forest, ranks=2).imbalance - 1e-9 <= paired <= waited + 1e-9
 
 

@@ -48,7 +48,7 @@ class Trainer:
     @contextmanager
     def sync(self, *urls: str, timeout_s: float = TIMEOUT_S, **settings: Any) -> Iterator[WeightSync]:
         """One rank's end of pushes to these engines; every push is verified unless `settings` say otherwise."""
-        asked = PushSettings(**{"kind": "network", "bucket_bytes": BUCKET_BYTES, "verify_every": 1, **settings})
+        asked = PushSettings(**{"transport": "network", "bucket_bytes": BUCKET_BYTES, "verify_every": 1, **settings})
         sync = WeightSync(Control(None), EngineAdmin(urls, timeout_s), [self.model], self.spec, asked)
         try:
             yield sync
@@ -64,7 +64,7 @@ class Trainer:
 
 MOMENTS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
     "before it begins": ("begin_push", 1, (EngineAdmin,)),
-    "before the plan": ("layouts", 1, (EngineAdmin,)),
+    "before the plan": ("engine_shards", 1, (EngineAdmin,)),
     "before both sides connect": ("connect", 1, (Network, Ipc)),
     "before the first round": ("_start", 1, (Network, Ipc)),
     "between rounds": ("_start", 3, (Network, Ipc)),

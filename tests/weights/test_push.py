@@ -46,7 +46,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
 ) -> None:
     for version, bucket in ((seed, BUCKET_BYTES), (seed + 1, TINY_BUCKET_BYTES)):
         trained = trainer(tmp_path, version)
-        with trained.sync(engine.url, kind=kind, bucket_bytes=bucket, directory=tmp_path / "sync") as sync:
+        with trained.sync(engine.url, transport=kind, bucket_bytes=bucket, directory=tmp_path / "sync") as sync:
             generate(engine.url)
             cached_before = generate(engine.url)["meta_info"]["cached_tokens"]
             assert trained.gap(sync) > 0.1
@@ -171,7 +171,7 @@ def push_sharded(url: str, directory: Path, version: int, kind: str, dies: int |
         return view(self, piece)
 
     LocalShard.view = view_until  # type: ignore[method-assign]
-    settings = PushSettings(kind=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
+    settings = PushSettings(transport=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
     sync = WeightSync(control, EngineAdmin([url], TIMEOUT_S), chunks, spec, settings)
     report = sync.push(version)
     assert len(report.verified) == len(hf_shapes(spec))
@@ -261,7 +261,7 @@ def test_hanging_engine_is_an_error_at_the_deadline(
         if "scheduler_TP1" in " ".join(child.cmdline())
     ]
     trained = trainer(tmp_path, 60)
-    with trained.sync(engine.url, kind=kind, timeout_s=8.0) as hopeless:
+    with trained.sync(engine.url, transport=kind, timeout_s=8.0) as hopeless:
         before = "begin_push" if joined else "tell_ranks"
         if joined:
             hopeless.push(60)
@@ -280,7 +280,7 @@ def test_hanging_engine_is_an_error_at_the_deadline(
         finally:
             scheduler.resume()
     assert 7 < time.monotonic() - started < 60
-    with trained.sync(engine.url, kind=kind) as sync:
+    with trained.sync(engine.url, transport=kind) as sync:
         sync.push(62)
         assert trained.gap(sync) < 1e-4
 
@@ -293,7 +293,7 @@ def test_dead_engine_is_an_error_and_joined_again_after_its_restart(
     log = tmp_path / "log"
     with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log) as second:
         both, port = [engine.url, second.url], int(second.url.rpartition(":")[2])
-        with trained.sync(*both, kind="auto", verify_every=0) as sync:
+        with trained.sync(*both, transport="auto", verify_every=0) as sync:
             assert sync.push(25).verified
             assert not sync.push(26).verified
             second.stop()

@@ -64,7 +64,7 @@ def one_bit(shard: LocalShard, piece: BoxPart) -> Tensor:
 def test_checksums_stop_wrong_values(
     engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: View, kind: str
 ) -> None:
-    with trainer(tmp_path, 8).sync(engine.url, kind=kind, verify_every=0) as sync:
+    with trainer(tmp_path, 8).sync(engine.url, transport=kind, verify_every=0) as sync:
         monkeypatch.setattr(LocalShard, "view", wrong)
         with pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"):
             sync.push(8)
@@ -127,7 +127,7 @@ def test_torn_bucket_is_never_committed(
 ) -> None:
     """The trainer's end breaks after half of the rounds; the engine notices at once and stays closed."""
     trained = trainer(tmp_path, 13)
-    with trained.sync(engine.url, kind=kind) as sync:
+    with trained.sync(engine.url, transport=kind) as sync:
         sync.push(13)
         transport: Any = sync.transport
         start, rounds = transport._start, []
@@ -150,7 +150,7 @@ def test_torn_bucket_is_never_committed(
 def test_exchange_by_an_old_plan_is_refused_at_once(engine: EngineHandle, tmp_path: Path) -> None:
     """Two trainers push to one engine, which a cluster's requeue can bring about: the plan of one is forgotten."""
     trained = trainer(tmp_path, 16)
-    with trained.sync(engine.url, kind="ipc") as first, trained.sync(engine.url) as second:
+    with trained.sync(engine.url, transport="ipc") as first, trained.sync(engine.url) as second:
         first.push(16)
         second.push(17)
         with pytest.raises(WeightPushError, match="this exchange does not follow the engine's newest plan"):

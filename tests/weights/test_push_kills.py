@@ -33,7 +33,7 @@ def push_and_die(url: str, directory: Path, version: int, kind: str, moment: str
     chunks = build_chunks(spec, BOTH, torch.float32, initialize=False)
     load_hf(chunks, spec, directory)
     control = Control(parallel.group("control"))
-    settings = PushSettings(kind=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
+    settings = PushSettings(transport=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
     sync = WeightSync(control, EngineAdmin([url], TIMEOUT_S), chunks, spec, settings)
     if control.rank:
         sync.push(version)
@@ -47,7 +47,7 @@ def test_killed_trainer_leaves_the_engine_closed_or_whole(engine: EngineHandle, 
     trained = trainer(tmp_path, 70)
     for number, moment in enumerate(MOMENTS):
         version = 100 + 10 * number
-        with trained.sync(engine.url, kind=kind) as sync:
+        with trained.sync(engine.url, transport=kind) as sync:
             sync.push(version)
         with pytest.raises(RankFailedError) as died:
             run_ranks(push_and_die, engine.url, tmp_path / "70", version + 1, kind, moment, ranks=2)
@@ -58,7 +58,7 @@ def test_killed_trainer_leaves_the_engine_closed_or_whole(engine: EngineHandle, 
             assert generate(engine.url)["meta_info"]["weight_version"] == str(version + 1)
         else:
             assert post(engine.url).status_code == 503, moment
-        with trained.sync(engine.url, kind=kind) as sync:
+        with trained.sync(engine.url, transport=kind) as sync:
             sync.push(version + 2)
             assert trained.gap(sync) < 1e-4
         assert generate(engine.url)["meta_info"]["weight_version"] == str(version + 2)
@@ -73,7 +73,7 @@ def test_killed_engine_fails_the_push_and_its_successor_gets_a_whole_one(
     log = tmp_path / "log"
     with launch_engine(engine_model, SIZES, dtype="float32", seed=1, log_path=log) as first:
         port = int(first.url.rpartition(":")[2])
-        with trained.sync(first.url, kind=kind) as sync:
+        with trained.sync(first.url, transport=kind) as sync:
             with at(moment, lambda: kill_rank(first)), pytest.raises(WeightPushError):
                 sync.push(200)
             first.stop()

@@ -21,7 +21,7 @@ from arpo_megatron.weights.reshard import (
     pushed,
     tensor_types,
 )
-from arpo_megatron.weights.sync import carriers, choose
+from arpo_megatron.weights.sync import carriers, choose_transport
 from tests.weights.layouts import engine_shards, random_spec, trainer_shards
 
 DTYPE = torch.bfloat16
@@ -38,10 +38,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def planned(
-    spec: ModelSpec, trainers: list[TrainerShard], engines: list[EngineShard], bucket: int, places: list[int]
+    spec: ModelSpec, trainers: list[TrainerShard], engines: list[EngineShard], bucket: int, bucket_holders: list[int]
 ) -> list[Round]:
     types = tensor_types(pushed(spec), DTYPE)
-    return plan_rounds(owners(pushed(spec), trainers), trainers, engines, types, bucket, places)
+    return plan_rounds(owners(pushed(spec), trainers), trainers, engines, types, bucket, bucket_holders)
 
 
 @given(cases())
@@ -51,8 +51,8 @@ def test_every_engine_element_comes_once_from_a_rank_that_has_it(
     spec, trainers, engines, bucket, carried = case
     near = [shard for shard in engines if any(shard.device == each.device for each in trainers)]
     carried = carried and len(near) == len(engines)
-    places = carriers(trainers, engines) if carried else [len(trainers) + rank for rank in range(len(engines))]
-    rounds = planned(spec, trainers, engines, bucket, places)
+    bucket_holders = carriers(trainers, engines) if carried else [len(trainers) + rank for rank in range(len(engines))]
+    rounds = planned(spec, trainers, engines, bucket, bucket_holders)
     held = owners(pushed(spec), trainers)
     arriving: dict[tuple[int, str, int], list[Box]] = defaultdict(list)
     received: Counter[int] = Counter()
@@ -60,7 +60,7 @@ def test_every_engine_element_comes_once_from_a_rank_that_has_it(
     for turn in rounds:
         handled: Counter[int] = Counter()
         for message in turn:
-            for process in {message.sender, places[message.receiver]}:
+            for process in {message.sender, bucket_holders[message.receiver]}:
                 handled[process] += message.bytes
             for piece in message.pieces:
                 assert piece.bytes == 2 * size(piece.box)
@@ -140,13 +140,16 @@ def test_shapes_of_both_sides_are_compared() -> None:
 def test_transport_follows_from_the_places_of_both_sides() -> None:
     trainers = [TrainerShard(f"gpu{rank}", "node", (0, 1), (0, 1), ()) for rank in range(2)]
     shared, own = EngineShard("gpu1", "node", {}), EngineShard("gpu2", "node", {})
-    assert choose("auto", trainers, [shared], on_gpu=True) == ("ipc", "every engine rank is on a trainer rank's GPU")
-    assert choose("auto", trainers, [own], on_gpu=True) == ("nccl", "the engines have GPUs of their own")
-    assert choose("network", trainers, [shared], on_gpu=True)[0] == "gloo"
-    assert choose("auto", trainers, [shared, own], on_gpu=True)[0] == "gloo"
-    assert choose("auto", trainers, [own], on_gpu=False) == ("gloo", "an engine is on another machine")
+    assert choose_transport("auto", trainers, [shared], on_gpu=True) == (
+        "ipc",
+        "every engine rank is on a trainer rank's GPU",
+    )
+    assert choose_transport("auto", trainers, [own], on_gpu=True) == ("nccl", "the engines have GPUs of their own")
+    assert choose_transport("network", trainers, [shared], on_gpu=True)[0] == "gloo"
+    assert choose_transport("auto", trainers, [shared, own], on_gpu=True)[0] == "gloo"
+    assert choose_transport("auto", trainers, [own], on_gpu=False) == ("gloo", "an engine is on another machine")
     with pytest.raises(Exception, match="1 engine rank\\(s\\) are not on a trainer rank's GPU"):
-        choose("ipc", trainers, [shared, own], on_gpu=True)
+        choose_transport("ipc", trainers, [shared, own], on_gpu=True)
     assert carriers(trainers, [shared, shared]) == [1, 1]
     alike = [TrainerShard("cpu", "node", (0, 1), (0, 1), ()) for _ in range(2)]
     assert carriers(alike, [EngineShard("cpu", "node", {})] * 3) == [0, 1, 0]

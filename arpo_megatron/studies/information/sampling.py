@@ -15,7 +15,7 @@ from arpo_megatron.jobs.prompts import with_tool_prompts
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.job import open_job, prepare_run
-from arpo_megatron.launch.services import services
+from arpo_megatron.launch.services import running_services
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.endpoints import connect_rollouts
@@ -134,7 +134,7 @@ class _Sampler:
             )
             scorer = TreeScorer(reward, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
             derivatives = DirectionalModel(model, temperature=config.rollout.temperature)
-            with services(job, model) as ready, connect_rollouts(config, model, ready) as rollouts:
+            with running_services(job, model) as ready, connect_rollouts(config, model, ready) as rollouts:
                 yield cls(plan, rollouts, scorer, derivatives, tasks, job.supervisor.check, note)
 
     def find_direction(self, count: int) -> None:

@@ -16,7 +16,7 @@ class Exchange:
     """No other plan has it: an engine refuses an exchange by another plan than its newest."""
     engines: tuple[EngineEndpoint, ...]
     rounds: Sequence[Round]
-    places: Sequence[int]
+    bucket_holders: Sequence[int]
     """For each engine rank the process that holds its bucket; see `reshard.plan_rounds`."""
 
     def ranks_of(self, engine: int) -> range:

@@ -24,7 +24,7 @@ class Disk:
 
     def __init__(self, control: Control, requests: EngineAdmin, buckets: HfBuckets, directory: Path) -> None:
         self._control = control
-        self._requests = requests
+        self._admin = requests
         self._buckets = buckets
         self._directory = directory
         self._urls: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Disk:
         if isinstance(bucket, Block) and not bucket.is_last:
             return 0
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
-        posts = self._requests.post_all("update_weights_from_disk", [(url, body) for url in self._urls])
+        posts = self._admin.post_all("update_weights_from_disk", [(url, body) for url in self._urls])
         for post in posts:
             post.result()
         file.unlink()

@@ -45,7 +45,7 @@ class Ipc:
 
     def __init__(self, control: Control, requests: EngineAdmin, local: LocalShard) -> None:
         self._control = control
-        self._requests = requests
+        self._admin = requests
         self._local = local
         self._exchange: Exchange | None = None
         self._rounds: list[list[WeightMessage]] = []
@@ -63,20 +63,23 @@ class Ipc:
         control, rank = self._control, self._control.rank
         self._exchange = exchange
         self._rounds = [
-            [each for each in turn if rank in (each.sender, exchange.places[each.receiver])] for turn in exchange.rounds
+            [each for each in round_ if rank in (each.sender, exchange.bucket_holders[each.receiver])]
+            for round_ in exchange.rounds
         ]
-        control.on_rank_zero(lambda: announce.send_plan(self._requests, exchange))
+        control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
         # The connections unpickle what they receive, so both ends prove that they know a key of this push.
         key = control.on_rank_zero(lambda: secrets.token_hex(_KEY_BYTES))
-        entrances = {receiver: _Entrance(key) for receiver, place in enumerate(exchange.places) if place == rank}
+        entrances = {
+            receiver: _Entrance(key) for receiver, place in enumerate(exchange.bucket_holders) if place == rank
+        }
         try:
             ports: dict[int, int] = {}
             for of_rank in control.gather({receiver: each.port for receiver, each in entrances.items()}):
                 ports |= of_rank
             links = [{"kind": "ipc", "port": ports[receiver], "key": key} for receiver in sorted(ports)]
-            control.on_rank_zero(lambda: announce.join(self._requests, exchange, links))
+            control.on_rank_zero(lambda: announce.join(self._admin, exchange, links))
             self._peers = {
-                receiver: _Peer(entrance.connection(), self._local.device, self._requests.timeout_s)
+                receiver: _Peer(entrance.connection(), self._local.device, self._admin.timeout_s)
                 for receiver, entrance in entrances.items()
             }
         finally:
@@ -87,7 +90,7 @@ class Ipc:
         """Send this rank's messages, and hand over what arrives for its engine ranks."""
         if self._exchange is None:
             raise AssertionError("connect comes first")
-        posts = announce.start(self._requests, self._exchange) if self._control.rank == 0 else []
+        posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
         try:
             announce.run(posts, self._run)
         finally:
@@ -128,15 +131,15 @@ class Ipc:
 
     def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
         """Fill buffers with this rank's own pieces, and start to exchange the others."""
-        rank, places = self._control.rank, self._places
-        leaving = [each for each in messages if each.sender == rank and places[each.receiver] != rank]
+        rank, bucket_holders = self._control.rank, self._bucket_holders
+        leaving = [each for each in messages if each.sender == rank and bucket_holders[each.receiver] != rank]
         direct = {each: self._contiguous(each) for each in leaving}
         self._staging.turn(sum(each.bytes for each, view in direct.items() if view is None))
         for receiver in {each.receiver for each in messages} & self._peers.keys():
             self._peers[receiver].turn()
         ops = []
         for message in messages:  # in the order of the plan on both sides
-            place = places[message.receiver]
+            place = bucket_holders[message.receiver]
             if place == rank:
                 flat = self._peers[message.receiver].take(message.bytes)
                 if message.sender == rank:
@@ -156,10 +159,10 @@ class Ipc:
             self._peers[receiver].hand_over()
 
     @property
-    def _places(self) -> Sequence[int]:
+    def _bucket_holders(self) -> Sequence[int]:
         if self._exchange is None:
             raise AssertionError("connect comes first")
-        return self._exchange.places
+        return self._exchange.bucket_holders
 
     def _contiguous(self, message: WeightMessage) -> Tensor | None:
         """Return the bytes of a message that is one contiguous part of a parameter; None otherwise."""

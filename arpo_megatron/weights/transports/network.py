@@ -37,7 +37,7 @@ class Network:
 
     def __init__(self, control: Control, requests: EngineAdmin, local: LocalShard, backend: str) -> None:
         self._control = control
-        self._requests = requests
+        self._admin = requests
         self._local = local
         self._backend = backend
         self._exchange: Exchange | None = None
@@ -56,9 +56,9 @@ class Network:
         control, rank = self._control, self._control.rank
         self._exchange = exchange
         self._rounds = [[message for message in turn if message.sender == rank] for turn in exchange.rounds]
-        control.on_rank_zero(lambda: announce.send_plan(self._requests, exchange))
-        members = control.ranks + len(exchange.places)
-        timeout = timedelta(seconds=self._requests.timeout_s)
+        control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
+        members = control.ranks + len(exchange.bucket_holders)
+        timeout = timedelta(seconds=self._admin.timeout_s)
 
         def open_store() -> dict[str, Any]:
             address = local_address(exchange.engines[0].url)
@@ -66,13 +66,13 @@ class Network:
             # A new name avoids the group that a crashed trainer left.
             name = f"arpo-weights-{time.time_ns()}"
             where = {"kind": "network", "address": address, "port": self._store.port, "name": name}
-            return where | {"members": members, "backend": self._backend, "timeout_s": self._requests.timeout_s}
+            return where | {"members": members, "backend": self._backend, "timeout_s": self._admin.timeout_s}
 
         link = control.on_rank_zero(open_store)
-        links = [link | {"rank": control.ranks + receiver} for receiver in range(len(exchange.places))]
+        links = [link | {"rank": control.ranks + receiver} for receiver in range(len(exchange.bucket_holders))]
         failure = ""
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(announce.join, self._requests, exchange, links) if rank == 0 else None
+            answer = pool.submit(announce.join, self._admin, exchange, links) if rank == 0 else None
             try:
                 if rank:
                     self._store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
@@ -92,7 +92,7 @@ class Network:
         """Send this rank's messages, round by round."""
         if self._exchange is None:
             raise AssertionError("connect comes first")
-        posts = announce.start(self._requests, self._exchange) if self._control.rank == 0 else []
+        posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
         announce.run(posts, partial(self._run, posts))
         self._staging.free()
         return 1
@@ -111,7 +111,7 @@ class Network:
                 self._store.set(FAILED_KEY, reason)
             return self._store.get(FAILED_KEY).decode() if self._store.check([FAILED_KEY]) else ""
 
-        with Watchdog(self._group.abort, self._requests.timeout_s, failed):
+        with Watchdog(self._group.abort, self._admin.timeout_s, failed):
             works = [dist.all_reduce(torch.zeros(1, device=self._staging.device), group=self._group, async_op=True)]
             for messages in self._rounds:
                 beat()
