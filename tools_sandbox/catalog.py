@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
+from tools_sandbox.config import ConfigError, PluginConfig, ToolServiceConfig
 from tools_sandbox.python_tool.tool import PythonTool
 from tools_sandbox.tool import Tool
 
@@ -17,7 +17,7 @@ ENTRY_POINTS = "tools_sandbox.tool"
 """Entry point group in which packages offer tools."""
 
 
-def build_tools(config: SandboxConfig) -> dict[str, Tool]:
+def build_tools(config: ToolServiceConfig) -> dict[str, Tool]:
     """Return the tools of a configuration by name, without those of MCP servers.
 
     MCP tools are known only after their servers have started. Raises ConfigError.
@@ -25,7 +25,7 @@ def build_tools(config: SandboxConfig) -> dict[str, Tool]:
     return tools_by_name([*_tools_except_python(config), PythonTool(config)])
 
 
-def worker_tools(config: SandboxConfig) -> list[Tool]:
+def worker_tools(config: ToolServiceConfig) -> list[Tool]:
     """Return the tools that worker processes run."""
     return [tool for tool in _tools_except_python(config) if tool.in_worker]
 
@@ -55,7 +55,7 @@ def _check_schema_is_valid(name: str, schema: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _tools_except_python(config: SandboxConfig) -> list[Tool]:
+def _tools_except_python(config: ToolServiceConfig) -> list[Tool]:
     # Imported late: a service without search or browse should not load their dependencies.
     tools: list[Tool] = []
     if config.search.sources or config.search.engine != "local":

@@ -36,7 +36,7 @@ __all__ = [
 
 CONNECT_TIMEOUT_S = 5.0
 QUEUE_WAIT_S = 150.0
-"""Default `queue_wait_s`. The service queues a call for 120 s at most (`SandboxConfig.queue_s`), then answers 429."""
+"""Default `queue_wait_s`. The service queues a call for 120 s (`ToolServiceConfig.queue_s`), then answers 429."""
 RETRIES = 4
 _REQUEST_TIMEOUT, _TOO_MANY_REQUESTS = 408, 429
 _GRACE_S = 1.0

@@ -281,7 +281,7 @@ class LogConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class SandboxConfig:
+class ToolServiceConfig:
     """The configuration of the service: a section per tool, and limits of the whole."""
 
     limits: Limits = Limits()
@@ -318,10 +318,10 @@ class SandboxConfig:
         return max(1, min(self.max_concurrency, total // self.limits.memory_mib))
 
 
-def load_config(path: Path | None) -> SandboxConfig:
+def load_config(path: Path | None) -> ToolServiceConfig:
     """Read a YAML file. None: return the defaults. Raises ConfigError."""
     if path is None:
-        return SandboxConfig()
+        return ToolServiceConfig()
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -330,13 +330,13 @@ def load_config(path: Path | None) -> SandboxConfig:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     try:
         # An empty or fully commented file parses as None.
-        config = TypeAdapter(SandboxConfig).validate_python({} if data is None else data)
+        config = TypeAdapter(ToolServiceConfig).validate_python({} if data is None else data)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_problem(error)}") from error
     return _with_absolute_paths(config, path.resolve().parent)
 
 
-def _with_absolute_paths(config: SandboxConfig, folder: Path) -> SandboxConfig:
+def _with_absolute_paths(config: ToolServiceConfig, folder: Path) -> ToolServiceConfig:
     def absolute(path: Path | None) -> Path | None:
         return None if path is None else folder / path
 
@@ -371,7 +371,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
     """Return the field names of the dataclass at a path such as ("search", "sources", 0)."""
-    kind: Any = SandboxConfig
+    kind: Any = ToolServiceConfig
     for part in parents:
         if is_dataclass(kind):
             kind = get_type_hints(kind)[str(part)]

@@ -15,7 +15,7 @@ from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.parser import PageParser
 from tools_sandbox.browse.summary import Summary
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 from tools_sandbox.search.remote import WebEngine, WebHit
 from tools_sandbox.search.tool import SearchTool
 from tools_sandbox.tool import in_thread
@@ -40,7 +40,7 @@ class DeepSearchTool(SearchTool):
 
     description = "Search the web and return the relevant part of the best matching pages."
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: ToolServiceConfig) -> None:
         """Raises ConfigError if the engine is not "web", or a section cannot be used."""
         super().__init__(config.search)
         pages = config.search.pages

@@ -104,11 +104,11 @@ def tools(
     from importlib import metadata
 
     from tools_sandbox.catalog import ENTRY_POINTS, build_tools
-    from tools_sandbox.config import ConfigError, SandboxConfig, load_config
+    from tools_sandbox.config import ConfigError, ToolServiceConfig, load_config
     from tools_sandbox.search.tool import SearchTool
 
     try:
-        config = SandboxConfig() if file is None else load_config(file)
+        config = ToolServiceConfig() if file is None else load_config(file)
     except ConfigError as error:
         raise UserError(f"--file {error}") from None
     try:

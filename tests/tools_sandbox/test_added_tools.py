@@ -17,7 +17,7 @@ import requests
 from tests.tools_sandbox.helpers.services import running, running_calls, wait_until, wait_until_gone
 from tools_sandbox.catalog import build_tools, tools_by_name
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import ConfigError, McpServerConfig, PluginConfig, SandboxConfig
+from tools_sandbox.config import ConfigError, McpServerConfig, PluginConfig, ToolServiceConfig
 from tools_sandbox.mcp.tools import connect
 
 HELPERS = Path(__file__).parent / "helpers"
@@ -28,7 +28,7 @@ StartService = Callable[..., Any]
 
 def test_unknown_plugin_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r'"count_wrods" in tools_sandbox\.tool'):
-        build_tools(SandboxConfig(plugins=(PluginConfig("count_wrods"),)))
+        build_tools(ToolServiceConfig(plugins=(PluginConfig("count_wrods"),)))
 
 
 def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) -> None:
@@ -43,7 +43,7 @@ def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) 
         assert client.call("reverse", {"text": "abc"}).text == "cba"
     for name, reason in (("mine.py:Revers", "AttributeError"), ("none.py:Reverse", "FileNotFoundError")):
         with pytest.raises(ConfigError, match=reason):
-            build_tools(SandboxConfig(plugins=(PluginConfig(str(tmp_path / name)),)))
+            build_tools(ToolServiceConfig(plugins=(PluginConfig(str(tmp_path / name)),)))
 
 
 @pytest.mark.parametrize(

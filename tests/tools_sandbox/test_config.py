@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools_sandbox.config import ConfigError, SandboxConfig, Source, load_config
+from tools_sandbox.config import ConfigError, Source, ToolServiceConfig, load_config
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_bad_value_or_key_is_named_in_one_line(tmp_path: Path, text: str, parts:
 
 def test_missing_and_empty_files_give_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("# nothing yet\n")
-    assert load_config(None) == load_config(tmp_path / "c.yaml") == SandboxConfig()
+    assert load_config(None) == load_config(tmp_path / "c.yaml") == ToolServiceConfig()
 
 
 def test_paths_are_relative_to_config_file(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_paths_are_relative_to_config_file(tmp_path: Path) -> None:
     assert config.cache.sqlite_path == tmp_path / "c.db"
 
 
-@pytest.mark.parametrize("key", [field.name for field in fields(SandboxConfig)])
+@pytest.mark.parametrize("key", [field.name for field in fields(ToolServiceConfig)])
 def test_misspelt_key_is_answered_with_right_one(tmp_path: Path, key: str) -> None:
     (tmp_path / "c.yaml").write_text(f"{key}s: 1\n")
     with pytest.raises(ConfigError, match=f"did you mean '{key}'"):

@@ -14,9 +14,9 @@ from tools_sandbox.config import (
     BrowseConfig,
     ConfigError,
     PagesConfig,
-    SandboxConfig,
     SearchConfig,
     SummaryConfig,
+    ToolServiceConfig,
     WebConfig,
 )
 from tools_sandbox.deep_search import relevant_part
@@ -61,7 +61,7 @@ def tool(port: int, pages: PagesConfig, **search: Any) -> Tool:
     web_search = WebConfig(provider="searxng", url=f"http://127.0.0.1:{port}/search")
     config = SearchConfig(**{"engine": "web", "web": web_search, "pages": pages, **search})
     browse = BrowseConfig(allow_networks=("127.0.0.0/8",))
-    return build_tools(SandboxConfig(search=config, browse=browse))["search"]
+    return build_tools(ToolServiceConfig(search=config, browse=browse))["search"]
 
 
 def ask(searching: Tool, *queries: str, timeout_s: float = 60.0) -> list[ToolResult]:
@@ -93,7 +93,9 @@ def test_pages_take_the_place_of_snippets_and_a_model_may_answer_from_them(port:
 
 def test_other_engines_have_no_pages() -> None:
     with pytest.raises(ConfigError, match=r'search.pages needs search.engine "web"'):
-        build_tools(SandboxConfig(search=SearchConfig(engine="dense", dense={"url": "http://x"}, pages=PagesConfig())))  # type: ignore[arg-type]
+        build_tools(
+            ToolServiceConfig(search=SearchConfig(engine="dense", dense={"url": "http://x"}, pages=PagesConfig()))
+        )  # type: ignore[arg-type]
 
 
 def test_part_of_a_page_is_that_around_the_sentence_of_the_snippet() -> None:

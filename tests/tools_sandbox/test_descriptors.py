@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.tools_sandbox.helpers.services import running
 from tools_sandbox.answers import ToolAnswer
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 from tools_sandbox.service.descriptors import plan_budget
 
 CALLS = 160
@@ -113,7 +113,7 @@ def test_low_soft_limit_is_raised(raised: Any) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 1 << 16), st.integers(1, 256), st.integers(1, 64), st.integers(1, 1 << 14), st.integers(1, 40))
 def test_budget_stays_within_limit(limit: int, slots: int, workers: int, wanted: int, tools: int) -> None:
-    config = SandboxConfig(max_concurrency=slots, workers=workers, max_waiting=wanted)
+    config = ToolServiceConfig(max_concurrency=slots, workers=workers, max_waiting=wanted)
     try:
         budget = plan_budget(limit, config)
     except ConfigError as error:

@@ -26,13 +26,13 @@ import tools_sandbox
 assert tools_sandbox.__file__.startswith(sys.argv[1]), tools_sandbox.__file__
 import tools_sandbox.client, tools_sandbox.service.server, tools_sandbox.mcp.tools, tools_sandbox.bench.search
 import tools_sandbox.search.tool, tools_sandbox.browse.tool, tools_sandbox.browse.page
-from tools_sandbox.config import PluginConfig, PythonConfig, SandboxConfig
+from tools_sandbox.config import PluginConfig, PythonConfig, ToolServiceConfig
 from tools_sandbox.service.descriptors import Budget
 from tools_sandbox.service.dispatch import Call, ToolService
 
 async def main():
     plugins = (PluginConfig("count_words", {"shortest": 3}),)
-    config = SandboxConfig(python=PythonConfig(preload=()), plugins=plugins, workers=1)
+    config = ToolServiceConfig(python=PythonConfig(preload=()), plugins=plugins, workers=1)
     service = ToolService(config, Budget(100, 75))
     await service.start()
     async def call(tool, **arguments):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools_sandbox.helpers.services import python_pool
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import Limits, PythonConfig, SandboxConfig
+from tools_sandbox.config import Limits, PythonConfig, ToolServiceConfig
 from tools_sandbox.python_tool.tool import PythonArguments, PythonTool
 
 
@@ -68,7 +68,7 @@ def test_processes_descriptors_and_cpu_time_are_limited() -> None:
 
 
 def test_configured_limits_bound_requests() -> None:
-    config = SandboxConfig(limits=Limits(time_s=0.3, code_chars=100), python=PythonConfig(preload=()))
+    config = ToolServiceConfig(limits=Limits(time_s=0.3, code_chars=100), python=PythonConfig(preload=()))
 
     async def run() -> None:
         tool = PythonTool(config)

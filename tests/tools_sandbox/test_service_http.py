@@ -22,7 +22,7 @@ import requests
 
 from tests.tools_sandbox.helpers.services import metric, running, running_calls, wait_until
 from tools_sandbox.client import AsyncSandboxClient, SandboxClient, SandboxDenied, SandboxUnavailable
-from tools_sandbox.config import Limits, SandboxConfig
+from tools_sandbox.config import Limits, ToolServiceConfig
 
 StartService = Callable[..., Any]
 UNIQUE = {"code": "import time, uuid; time.sleep(0.4); uuid.uuid4()"}
@@ -293,6 +293,6 @@ def test_python_calls_share_a_limit_of_memory() -> None:
         calls = [threads.submit(post, service, arguments=sleeping(seconds)) for seconds in (1.0, 1.1)]
         wait_until(lambda: waiting_calls(service) == 1)
         assert [call.result().json()["status"] for call in calls] == ["ok", "ok"]
-    assert SandboxConfig(max_concurrency=8).slots("python") == 8
-    config = SandboxConfig(limits=Limits(memory_mib=512, total_memory_mib=1000), max_concurrency=8)
+    assert ToolServiceConfig(max_concurrency=8).slots("python") == 8
+    config = ToolServiceConfig(limits=Limits(memory_mib=512, total_memory_mib=1000), max_concurrency=8)
     assert (config.slots("python"), config.slots("search")) == (1, 8)

@@ -25,7 +25,7 @@ from tests.tools_sandbox.helpers.services import running, wait_until, wait_until
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import build_tools
 from tools_sandbox.client import SandboxClient
-from tools_sandbox.config import ConfigError, PluginConfig, SandboxConfig
+from tools_sandbox.config import ConfigError, PluginConfig, ToolServiceConfig
 from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.workers import pool as worker_pool
 from tools_sandbox.workers import worker
@@ -247,7 +247,7 @@ def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(
         monkeypatch.setattr(worker_pool, name, 0.2)
 
     async def run() -> None:
-        workers = worker_pool.WorkerPool(SandboxConfig(workers=1), [])
+        workers = worker_pool.WorkerPool(ToolServiceConfig(workers=1), [])
         try:
             await workers.start()
             started[0].send_signal(signal.SIGSTOP)
@@ -311,6 +311,6 @@ def test_plugin_that_is_no_tool_is_a_config_error(environment: dict[str, str], m
     for folder in environment["PYTHONPATH"].split(":")[:2]:
         monkeypatch.syspath_prepend(folder)
     with pytest.raises(ConfigError, match="is not a tools_sandbox"):
-        build_tools(SandboxConfig(plugins=(PluginConfig("no_tool"),)))
+        build_tools(ToolServiceConfig(plugins=(PluginConfig("no_tool"),)))
     with pytest.raises(ConfigError, match="TypeError"):
-        build_tools(SandboxConfig(plugins=(PluginConfig("abort", {"x": 1}),)))
+        build_tools(ToolServiceConfig(plugins=(PluginConfig("abort", {"x": 1}),)))

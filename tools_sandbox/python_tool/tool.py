@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from tools_sandbox.answers import Status, ToolResult
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 from tools_sandbox.python_tool.pool import PythonPool
 from tools_sandbox.python_tool.sessions import SessionStore, run_in_session
 from tools_sandbox.tool import Tool
@@ -38,7 +38,7 @@ class PythonTool(Tool):
     in_worker = False
     enforces_timeout = True
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: ToolServiceConfig) -> None:
         self.cacheable = config.python.cache
         self.fingerprint = f"{sys.version} {config.limits}"
         self._code_chars = config.limits.code_chars

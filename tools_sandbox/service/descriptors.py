@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 
 _MAX_LIMIT = 1 << 16
 _FOR_SERVICE = 64
@@ -41,7 +41,7 @@ def raise_limit() -> int:
     return wanted
 
 
-def plan_budget(limit: int, config: SandboxConfig) -> Budget:
+def plan_budget(limit: int, config: ToolServiceConfig) -> Budget:
     """Return the budget for a limit of open files. Raises ConfigError if `max_concurrency` calls do not fit."""
     processes = config.workers + len(config.mcp) + 1
     calls = config.max_concurrency + config.python.ahead

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.catalog import build_tools, tools_by_name
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 from tools_sandbox.python_tool.pool import SandboxBroken, SandboxFull
 from tools_sandbox.python_tool.sessions import TRAJECTORY
 from tools_sandbox.python_tool.tool import PythonTool
@@ -69,7 +69,7 @@ class Call:
 class ToolService:
     """The service without its HTTP interface. Belongs to one event loop once it is started."""
 
-    def __init__(self, config: SandboxConfig, budget: Budget) -> None:
+    def __init__(self, config: ToolServiceConfig, budget: Budget) -> None:
         """Build the tools. Raises ConfigError after releasing everything."""
         self._budget = budget
         self._index_folder: TemporaryFolder | None = None
@@ -98,7 +98,7 @@ class ToolService:
         self.metrics = Metrics()
         self._add_gauges()
 
-    def _with_index(self, config: SandboxConfig) -> SandboxConfig:
+    def _with_index(self, config: ToolServiceConfig) -> ToolServiceConfig:
         """Build the search index if needed. Return the configuration with the path of the index."""
         if not config.search.sources:
             return config
@@ -118,7 +118,7 @@ class ToolService:
     async def start(self) -> None:
         """Start the tools and workers. Raises ConfigError or SandboxBroken; `stop` ends everything that has started."""
         for name, server in self._config.mcp.items():
-            pool = WorkerPool(SandboxConfig(mcp={name: server}, log=self._config.log, workers=1), [])
+            pool = WorkerPool(ToolServiceConfig(mcp={name: server}, log=self._config.log, workers=1), [])
             self._pools.append(pool)
             await pool.start()
             self._mcp_pools |= {tool.name: pool for tool in pool.tools}

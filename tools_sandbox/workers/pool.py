@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tools_sandbox.answers import ToolResult
-from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, SandboxConfig
+from tools_sandbox.config import TOKEN_VARIABLE, ConfigError, ToolServiceConfig
 from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.utils import frames
 from tools_sandbox.workers.published import PublishedTool
@@ -59,8 +59,8 @@ class WorkerPool:
     remove: folders that a worker removes when it finds that the service has died.
     """
 
-    def __init__(self, config: SandboxConfig, remove: list[Path]) -> None:
-        config_values = TypeAdapter(SandboxConfig).dump_python(config, mode="json")
+    def __init__(self, config: ToolServiceConfig, remove: list[Path]) -> None:
+        config_values = TypeAdapter(ToolServiceConfig).dump_python(config, mode="json")
         self._first = frames.encode({"config": config_values, "remove": [str(folder) for folder in remove]})
         self._wanted = config.workers
         self._workers: list[_Worker] = []

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import worker_tools
-from tools_sandbox.config import ConfigError, SandboxConfig
+from tools_sandbox.config import ConfigError, ToolServiceConfig
 from tools_sandbox.tool import Tool, ToolBroken, as_broken, broken_result, check_arguments
 from tools_sandbox.utils import frames, logs
 from tools_sandbox.workers.published import describe
@@ -51,7 +51,7 @@ async def _serve(control: socket.socket) -> None:
     first = await frames.receive(reader)
     if first is None:
         return
-    config: SandboxConfig = TypeAdapter(SandboxConfig).validate_python(first["config"])
+    config: ToolServiceConfig = TypeAdapter(ToolServiceConfig).validate_python(first["config"])
     logs.set_up(config.log.format)
     try:
         tools = {tool.name: tool for tool in [*worker_tools(config), *await _mcp_tools(config)]}
@@ -91,7 +91,7 @@ async def _serve(control: socket.socket) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _mcp_tools(config: SandboxConfig) -> list[Tool]:
+async def _mcp_tools(config: ToolServiceConfig) -> list[Tool]:
     if not config.mcp:
         return []
     from tools_sandbox.mcp.tools import connect  # late: other workers do not need the library
