@@ -177,7 +177,7 @@ def _submit(
 ) -> "tuple[RunDirectory, list[str]] | None":
     """Submit a job and return its run and the ids of its jobs; None after a dry run."""
     from arpo_megatron.cluster import submit as submitting
-    from arpo_megatron.cluster.runs import address
+    from arpo_megatron.cluster.runs import address, address_words
 
     submission = submitting.prepare_submission(
         job, profile, nodes=nodes, chain=chain, resume=resuming, only_sft=only_sft
@@ -190,7 +190,7 @@ def _submit(
     run, name = submission.run, address(submission.run)
     print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
-    next_command("arpo", "logs", name, "--follow")
+    next_command("arpo", "logs", *address_words(run), "--follow")
     return run, jobs
 
 

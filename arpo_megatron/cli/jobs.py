@@ -31,7 +31,7 @@ def submit_command(
     from arpo_megatron.cluster.commands import command_submission
     from arpo_megatron.cluster.commands import submit_command as submit_job
     from arpo_megatron.cluster.profile import load_profile
-    from arpo_megatron.cluster.runs import address, find_run
+    from arpo_megatron.cluster.runs import address_words, find_run
     from arpo_megatron.cluster.ssh import run_on_login_node
     from arpo_megatron.jobs.run_directory import RunDirectory
 
@@ -50,9 +50,8 @@ def submit_command(
         next_after_dry_run()
         return
     job = submit_job(directory, load_profile(cluster), words)
-    name = address(directory)
     print(f"{directory.path.name}: job {job}, arpo {' '.join(words)}")
-    next_command("arpo", "logs", name, "--service", command, "--follow")
+    next_command("arpo", "logs", *address_words(directory), "--service", command, "--follow")
 
 
 def following(text: str | None) -> list[str]:

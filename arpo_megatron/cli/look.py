@@ -61,8 +61,7 @@ def status(
         with nullcontext() if run is None or not folder.is_dir() else suppress(UserError):  # a directory needs no job
             found = runs.print_status(run, cluster)
     if found:
-        name = runs.address(found[-1])
-        next_command("arpo", "status" if run is None else "logs", name)
+        next_command("arpo", "status" if run is None else "logs", *runs.address_words(found[-1]))
     elif rows:
         next_command("arpo", "status", folder / rows[-1][0])
     elif cluster is not None:

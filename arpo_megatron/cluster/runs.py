@@ -1,5 +1,6 @@
 """Commands for submitted runs: find one by name, and print its status, logs and health, or cancel it."""
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -51,12 +52,17 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
     return found[0]
 
 
-def address(run: RunDirectory) -> str:
-    """Return the words that identify a run in a printed command: its name if that is enough, else its directory.
+def address_words(run: RunDirectory) -> list[str]:
+    """Return the words that identify a run in a command: its name if that is enough, else its directory.
 
     The name is not enough if the run's profile is not in `slurm/clusters`, or if another run has the same name.
     """
-    return (run.path.name if _found_by_name(run) else str(run.path)) + cluster_hint()
+    return [run.path.name if _found_by_name(run) else str(run.path), *shlex.split(cluster_hint())]
+
+
+def address(run: RunDirectory) -> str:
+    """Return `address_words` for a command in a text."""
+    return shlex.join(address_words(run))
 
 
 def _found_by_name(run: RunDirectory) -> bool:

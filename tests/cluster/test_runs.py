@@ -74,7 +74,10 @@ def test_printed_commands_identify_the_run(named: str | None, tmp_path: Path, mo
 
     def printed(cluster: str, *arguments: str) -> str:
         arguments = ("submit", "quickstart", "platform=cpu", "--nodes", "1", "--cluster", cluster, *arguments)
-        return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout.splitlines()[-1]
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        logs = done.stdout.splitlines()[-1].split(" | ")[1]
+        assert done.stderr == f"next: {logs}\n", "it can be copied"
+        return done.stdout.splitlines()[-1]
 
     name, other = "quickstart-arpo-seed1", tmp_path / "mine" / "quickstart-arpo-seed1"
     if named:  # the user of a remote login node gives the profile each time
