@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from tests.tools_sandbox.helpers.services import wait_until
+from tests.tools_sandbox.helpers.services import running, wait_until
+from tools_sandbox.client import SandboxClient
 from tools_sandbox.python_tool import watchdog
 from tools_sandbox.python_tool.watchdog import Watchdog
 
@@ -107,7 +111,7 @@ def test_upper_bound_follows_limit_of_machine(start: Start, monkeypatch: pytest.
     pid = start("libc.mmap(None, 1 << 30, 0, 0x4022, -1, 0)")  # address space of 262,144 pages
     for limit, most in ((200_000, 200_000), (1 << 20, 262_144)):
         monkeypatch.setattr(watchdog, "_MOST_MAPPINGS", limit)
-        process = watchdog._find_memory([Path(f"/proc/{pid}")], forks=0)
+        process = watchdog._find_memory(pid, [Path(f"/proc/{pid}")], forks=0)
         assert process is not None
         assert most * 256 < process.most_bytes < most * 256 + 64 * MIB
 
@@ -138,9 +142,76 @@ def test_exact_measurement_rests_unless_memory_grows(start: Start, monkeypatch: 
         assert 64 < looked_mib(watched) < 100
     assert forks == [0.0, 3.7]
     os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: watchdog._find_memory([Path(f"/proc/{pid}")], forks=0).most_bytes > 128 * MIB)
+    wait_until(lambda: watchdog._find_memory(pid, [Path(f"/proc/{pid}")], forks=0).most_bytes > 128 * MIB)
     assert looked_mib(watched) > 100
     assert forks[2] == 3.7
+
+
+def test_call_takes_no_memory_while_it_is_measured(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many mappings make a measurement slow. A process that the code has stopped itself stays stopped."""
+    code = "import signal\nkept = own(64)\nfork(2, lambda: None)"
+    parent = start(code, 2)
+    children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    os.kill(children[0], signal.SIGSTOP)
+
+    def stopped() -> list[bool]:
+        return [psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in (parent, *children)]
+
+    wait_until(lambda: stopped() == [False, True, False])
+    exact = watchdog._page_bytes
+    monkeypatch.setattr(watchdog, "_page_bytes", lambda process: (time.sleep(0.3), exact(process))[1])
+    watched = Watchdog(parent, 0, 100 * MIB)  # three times 64 MiB might be too much
+    watched.look(8)
+    wait_until(lambda: stopped() == [True, True, True])
+    assert looked_mib(watched) < 100
+    wait_until(lambda: stopped() == [False, True, False])
+    watched.look(8)
+    assert stopped() == [False, True, False], "the memory is known, and has not grown"
+    os.kill(children[0], signal.SIGCONT)
+
+
+HIDE_AND_FILL = """
+import ctypes, mmap, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+begin = time.monotonic() + 8
+for _ in range(20):
+    if os.fork() == 0: break
+for n in range(20000): libc.mmap((1 << 40) + (n << 13), 4096, 1, 0x100022, -1, 0)
+time.sleep(max(0, begin - time.monotonic()))
+kept = mmap.mmap(-1, 220 << 20, flags=mmap.MAP_PRIVATE)
+for n in range(0, 220 << 20, 4096): kept[n] = 1
+time.sleep(60)
+"""
+
+
+def used_mib() -> float:
+    """Return the memory of all processes of the machine, with the kernel's for them."""
+    sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+    return sum(int(sizes[name]) for name in ("AnonPages", "PageTables", "Slab")) / 1024
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.parametrize("without_namespaces", [False, True], ids=["contained", "process"])
+def test_memory_of_call_stays_below_twice_its_limit_behind_many_mappings(without_namespaces: bool) -> None:
+    """Nothing else may run on the machine, whose memory is measured. Prints the figure of docs/guides/security.md."""
+    level = "process" if without_namespaces else "contained"
+    config = {"limits": {"memory_mib": 512, "processes": 64, "cpu_s": 60}, "python": {"isolation": level}}
+    with (
+        running(config, as_nobody=os.getuid() == 0, without_namespaces=without_namespaces) as service,
+        SandboxClient(service.url) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.call("python", {"code": "1"})
+        most = before = used_mib()
+        call = pool.submit(client.call, "python", {"code": HIDE_AND_FILL}, timeout_s=60)
+        while not call.done():
+            most = max(most, used_mib())
+            time.sleep(0.02)
+    print(f"{level}: {most - before:.0f} MiB at a limit of 512 MiB")
+    assert "more than 512 MiB of memory" in call.result().text
+    assert most - before < 2 * 512
 
 
 def test_look_does_not_wait_for_exact_measurement(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

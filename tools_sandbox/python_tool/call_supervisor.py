@@ -134,6 +134,7 @@ def _run_call(
         ended_by = _watch(watched, isolation.walls, request.output_mib)
     except (ConnectionError, TimeoutError):  # a part of the state could not be passed on: the service has gone
         ended_by = "cancelled"
+    measured.release()
     report = os.read(ours.status, _CHUNK).decode() if ended_by == "status" else ""
     if not report.endswith(ALONE):
         leftovers.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class Usage:
 
 
 class _Process(NamedTuple):
+    pid: int
     folder: Path
     """Folder in /proc of a thread that has the memory."""
     page_tables_bytes: int
@@ -109,7 +111,8 @@ class Watchdog:
     The memory of a call is that of its pages that belong to no file (a page that n processes share counts 1/n for each
     of them), swap, page tables and mappings, less the preloaded pages, which are shared with the zygote. The exact
     figure takes the kernel two passes of some 14 ms per GiB each, so it is only measured when an upper bound exceeds
-    the limit.
+    the limit. If the memory may have grown beyond it, the processes are stopped meanwhile: they could otherwise take
+    memory, and the CPU that the measurement needs.
     """
 
     def __init__(self, first_pid: int, preloaded_bytes: int, memory_limit_bytes: int | None) -> None:
@@ -119,6 +122,7 @@ class Watchdog:
         self._measurement: _Measurement | None = None
         self._lost = self._last_bytes = self._last_most_bytes = 0
         self._rest_until = 0.0
+        self._stopped = set[int]()
 
     def look(self, at_most: int) -> Usage:
         """Return the usage now. Processes beyond `at_most` are left out.
@@ -149,8 +153,10 @@ class Watchdog:
                 threads = list(Path(f"/proc/{pid}/task").iterdir())
                 for thread in threads:
                     waiting += [(int(child), forks + 1) for child in _read_or_nothing(thread / "children").split()]
-                if self._limit_bytes is not None and (process := _find_memory(threads, forks)):
+                if self._limit_bytes is not None and (process := _find_memory(pid, threads, forks)):
                     processes.append(process)
+                    if self._stopped and fields[0] != b"T":  # it was created meanwhile
+                        self._stop(pid)
         return Usage(count, self._memory_bytes(processes), ticks / _TICKS_A_SECOND)
 
     def _memory_bytes(self, processes: list[_Process]) -> int:
@@ -158,13 +164,28 @@ class Watchdog:
         if self._limit_bytes is None or most <= self._limit_bytes:
             return most
         self._take_result()
-        grown = self._last_bytes + max(0, most - self._last_most_bytes)
-        due = grown > self._limit_bytes or time.monotonic() >= self._rest_until
-        if due and self._measurement is None:
+        may_exceed = self._last_bytes + max(0, most - self._last_most_bytes) > self._limit_bytes
+        if self._measurement is None and (may_exceed or time.monotonic() >= self._rest_until):
             with suppress(OSError):  # the user has no process left; tried again at the next look
                 enough = self._limit_bytes + self._preloaded_bytes
                 self._measurement = _Measurement(processes, most, enough)
+                if may_exceed:
+                    for process in processes:
+                        self._stop(process.pid)
         return self._last_bytes
+
+    def _stop(self, pid: int) -> None:
+        with suppress(OSError):
+            if b"\nState:\tT" not in Path(f"/proc/{pid}/status").read_bytes():  # the code itself may have stopped it
+                os.kill(pid, signal.SIGSTOP)
+                self._stopped.add(pid)
+
+    def release(self) -> None:
+        """Continue the processes that are stopped for a measurement."""
+        for pid in self._stopped:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
 
     def _take_result(self) -> None:
         measurement = self._measurement
@@ -176,10 +197,13 @@ class Watchdog:
             self._lost += 1
             result = (measurement.most_bytes + self._preloaded_bytes, 0.0) if self._lost >= _LOST else None
             self._measurement = None
+            self.release()
         if result is not None:
             self._last_bytes, self._last_most_bytes = result[0] - self._preloaded_bytes, measurement.most_bytes
             self._rest_until = time.monotonic() + _REST * result[1]
             self._measurement, self._lost = None, 0
+            if self._limit_bytes is None or self._last_bytes <= self._limit_bytes:  # else the call ends
+                self.release()
 
 
 def preloaded_bytes() -> int:
@@ -188,7 +212,7 @@ def preloaded_bytes() -> int:
     return process.get(b"RssAnon", 0) + process.get(b"RssShmem", 0)
 
 
-def _find_memory(threads: list[Path], forks: int) -> _Process | None:
+def _find_memory(pid: int, threads: list[Path], forks: int) -> _Process | None:
     """Return the process of some threads, `forks` forks below the first process of the call.
 
     Threads that have ended, even the first, have no memory; None if all have.
@@ -198,7 +222,7 @@ def _find_memory(threads: list[Path], forks: int) -> _Process | None:
         if status := _status(thread):
             pages = status.pop(b"VmSize") // _PAGE
             most = sum(status.values()) + min(pages, _MOST_MAPPINGS) * mapping_bytes
-            return _Process(thread, status.get(b"VmPTE", 0), mapping_bytes, most)
+            return _Process(pid, thread, status.get(b"VmPTE", 0), mapping_bytes, most)
     return None
 
 
