@@ -3,7 +3,7 @@
 A recipe (a function in `recipes/`) returns a `JobConfig`; `arpo_megatron.jobs.resolve` applies a `--config` file and
 `key=value` overrides to it. An unknown key, a wrong type or an impossible combination raises `UserError` with one line
 before any process starts. The attribute docstrings are the reference, from which docs/reference/configuration.md is
-generated. May import `utils` and `errors` only.
+generated. May import `utils`, `errors` and `tools_sandbox.utils` only.
 """
 
 from arpo_megatron.config.algorithm import AlgorithmConfig

@@ -44,7 +44,7 @@ class Benchmark:
     @property
     def needs_search(self) -> bool:
         """Whether its questions ask for facts."""
-        return self.name not in _MATHEMATICS
+        return self.metric != "math"
 
     def read_row(self, row: Mapping[str, Any]) -> QuestionAnswers:
         """Read the question and its accepted answers from a row.
@@ -55,7 +55,6 @@ class Benchmark:
         return self.read(row, *self.columns)
 
 
-_MATHEMATICS = ("aime24", "aime25", "math500", "gsm8k", "math")
 _AUTHORS = "the authors' 200 questions: github.com/RUC-NLPIR/ARPO (evaluation/data/{name}/test.jsonl); all:"
 _FLASHRAG = "huggingface.co/datasets/RUC-NLPIR/FlashRAG_datasets"
 _MIT, _CC_BY, _CC_BY_SA = "MIT", "CC BY 4.0", "CC BY-SA 4.0"
@@ -194,7 +193,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 SUITES: Mapping[str, tuple[str, ...]] = {
     "reasoning": (
-        *_MATHEMATICS,
+        *("aime24", "aime25", "math500", "gsm8k", "math"),
         *("webwalker", "hotpotqa", "2wiki", "musique", "bamboogle"),
     ),
     "deepsearch": ("gaia", "hle", "webwalker", "xbench"),

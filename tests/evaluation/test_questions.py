@@ -20,8 +20,8 @@ def first(files: Path, name: str) -> Question:
 
 
 def test_paper_has_thirteen_benchmarks_in_two_suites() -> None:
-    assert len(BENCHMARKS) == 13
-    assert {name for names in SUITES.values() for name in names} == set(BENCHMARKS)
+    of_paper = {name for suite in ("reasoning", "deepsearch") for name in SUITES[suite]}
+    assert len(of_paper) == 13 and of_paper <= set(BENCHMARKS)
     assert all(each.licence and each.source for each in BENCHMARKS.values())
 
 

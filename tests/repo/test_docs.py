@@ -114,7 +114,7 @@ COMPONENTS = [
 
 @pytest.mark.parametrize(("point", "name"), COMPONENTS, ids=[f"{point.name}-{name}" for point, name in COMPONENTS])
 def test_component_cites_its_paper(point: ExtensionPoint, name: str) -> None:
-    assert re.search(r"arXiv \d{4}\.\d{5}", load(point, name).__doc__)
+    assert re.search(r"arXiv \d{4}\.\d{5}|doi\.org/\S+", load(point, name).__doc__), "cite arXiv NNNN.NNNNN or a DOI"
 
 
 def test_table_of_losses_has_every_loss_once() -> None:

@@ -1,8 +1,12 @@
-"""The command line needs no torch, and a plain `pip install .` can import every module that needs no engine or GPU."""
+"""Imports: packages keep to their docstrings, the command line needs no torch, `pip install .` alone is enough."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = """
@@ -68,3 +72,30 @@ def test_lower_packages_import_no_torch() -> None:
 
 def test_modules_import_without_extras() -> None:
     assert run(WITHOUT_EXTRAS) <= NEEDS_AN_EXTRA | OTHER_INTERPRETER
+
+
+LISTED_BY_THE_LAYERS = ("layer", "lower", "below", "every package", "what `studies` may")
+"""Words of an import rule that names no packages; the contract of the layers checks it."""
+
+
+def test_packages_import_what_their_docstrings_allow() -> None:
+    documented = {
+        ".".join(path.relative_to(ROOT).parent.parts): ast.get_docstring(ast.parse(path.read_text())) or ""
+        for root in ("arpo_megatron", "tools_sandbox")
+        for path in (ROOT / root).rglob("__init__.py")
+        if "recipes" not in path.parts
+    }
+    graph = grimp.build_graph("arpo_megatron", "tools_sandbox")
+    wrong = set[str]()
+    for module in graph.modules:
+        package = module if module in documented else module.rpartition(".")[0]
+        rule = documented.get(package, "").partition("ay import")[2]
+        if package in ("arpo_megatron", "arpo_megatron.recipes") or any(words in rule for words in LISTED_BY_THE_LAYERS):
+            continue
+        distribution = package.partition(".")[0]
+        allowed = [f"{name}." for name in (package, *re.findall(r"`([\w.]+)`", rule))]
+        for imported in graph.find_modules_directly_imported_by(module):
+            names = (f"{imported}.", f"{imported.removeprefix(f'{distribution}.')}.")
+            if not any(name.startswith(tuple(allowed)) for name in names):
+                wrong.add(f"{package} imports {imported}, which its docstring does not allow")
+    assert not wrong, "\n".join(sorted(wrong))

@@ -1,4 +1,4 @@
 """Comparison of mathematical answers: by text and number if possible, else by math-verify in a worker process.
 
-May import no other package of the project.
+May import only `utils`.
 """
