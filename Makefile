@@ -4,9 +4,10 @@ ARGS ?=
 WORKERS ?= 4
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
-# Folders whose tests start no engine, no ranks and no Slurm.
+# Folders whose tests start no engine, no ranks and no Slurm, without the files that wait for other processes.
 QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor tests/packing tests/rewards tests/tasks \
-	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py
+	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py \
+	--ignore tests/rewards/test_verify.py --ignore tests/rewards/test_judge_report.py
 
 .PHONY: setup demo slurm-demo test test-all test-quick checks lint types contracts pytest fuzz docs site clean
 
@@ -29,7 +30,7 @@ checks: lint types contracts
 
 # For daily work, under 90 seconds.
 test-quick: lint contracts
-	$(PYTEST) $(QUICK) $(ARGS)
+	$(PYTEST) --numprocesses 2 $(QUICK) $(ARGS)
 
 # Adds the campaigns, in hours: the whole demo, full matrices of layouts, repeated kills, loads, Slurm faults.
 test-all: checks
