@@ -302,8 +302,8 @@ class _Services:
                     process.wait(spec.grace_s + REAP_DEADLINE_S)
                 return None
             was_up_s = time.time() - service.since if service.up else None
+            service.error = error  # first: without it, a process that is not up counts as starting
             service.set_up(False)
-            service.error = error
             self.write_health()
             if stop_groups([process], spec.restart_grace_s):
                 service.error = error = f"{error}; {_unkillable([process.pid])}"
