@@ -215,8 +215,9 @@ def _rows(table: "pa.Table", columns: Sequence[str]) -> list[dict[str, Any]]:
         missing = parts - {part.name for part in table.schema.field("segments").type.value_type}
     if missing:
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    schema = tree_schema()
     for column in table.schema:
-        if not is_read_as(column.type, wanted := tree_schema().field(column.name).type):
+        if not is_read_as(column.type, wanted := schema.field(column.name).type):
             raise ValueError(f"column {column.name} has type {column.type}, not {wanted}")
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows

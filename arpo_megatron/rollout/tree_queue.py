@@ -88,7 +88,7 @@ class TreeQueue:
         for tree in collected:
             counts.add(tree.grower.counts)
         trees = [tree.result for tree in collected if isinstance(tree.result, RolloutTree)]
-        failed = [_incomplete(tree, tree.result) for tree in collected if isinstance(tree.result, Exception)]
+        failed = [_failed_tree(tree, tree.result) for tree in collected if isinstance(tree.result, Exception)]
         now = time.monotonic()
 
         each = [tree.stats for tree in collected if tree.stats is not None]
@@ -99,7 +99,7 @@ class TreeQueue:
         return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
 
 
-def _incomplete(tree: PoolTree, error: Exception) -> FailedTree:
+def _failed_tree(tree: PoolTree, error: Exception) -> FailedTree:
     reason = f"{type(error).__name__}: {error}"
     if not isinstance(error, (*TREE_FAILURES, TreeStoppedError)):
         reason += " (its traceback is in rollout.log)"

@@ -121,8 +121,8 @@ class TreeCollector:
         Raises:
             StaleEnginesError: engines need a push; a second call continues the step.
             StoppedError: the job is asked to end; `unfinished` has the step's trees.
-            UserError: a tool is blocked (`check_not_blocked`).
-            UserError: also if no tree is fit for training after all refills, although none failed.
+            UserError: a tool is blocked (`check_not_blocked`), or no tree is fit for training after all refills,
+                although none failed.
             RuntimeError: no tree is fit for training after all refills, and some failed.
         """
         current = self.current if self.current is not None and self.current.step == step else self._begin(step)
