@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 import requests
 import uvicorn
@@ -182,6 +183,39 @@ def test_body_of_a_stranger_is_discarded_until_a_deadline() -> None:
         return caller.status
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == 401
+
+
+def test_chunks_of_a_stranger_are_not_read() -> None:
+    """Parsing chunks of one byte would keep the event loop busy."""
+
+    async def run() -> list[int]:
+        async def receive() -> Message:
+            raise AssertionError("the body is read")
+
+        async def send(message: Message) -> None:
+            if "status" in message:
+                found.append(message["status"])
+
+        found: list[int] = []
+        headers = [(b"transfer-encoding", b"chunked")]
+        scope: Scope = {"type": "http", "path": "/call", "headers": headers, "client": None}
+        for token in (TOKEN, None):
+            await Intake(answer_when_released, token)(scope, receive, send)
+        return found
+
+    assert asyncio.run(run()) == [401, 411]
+
+
+def test_closed_connections_leave_no_memory() -> None:
+    """Each request has the largest headers, about 1.5 MiB when parsed."""
+    with running({"workers": 1}, env={"TOOLS_SANDBOX_TOKEN": TOKEN}) as service:
+        address, memory = ("127.0.0.1", int(service.url.rsplit(":", 1)[1])), psutil.Process(service.process.pid)
+        before = memory.memory_info().rss
+        for _ in range(80):
+            with socket.create_connection(address, timeout=30) as connection:
+                connection.sendall(b"GET /tools HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 12_000 + b"\r\n")
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        assert memory.memory_info().rss - before < 70 << 20
 
 
 @pytest.mark.parametrize(("limits", "other"), [({"max_peer_bytes": 100}, 200), ({"max_bytes": 100}, 429)])

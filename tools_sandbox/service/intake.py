@@ -66,10 +66,10 @@ class Intake:
                 _check_length(headers)
                 return await self._pass_on_with_body(scope, receive, send)
         except _Refused as error:
-            return await self._refuse(error, receive, send)
+            return await self._refuse(error, scope, receive, send)
         return await self._app(scope, receive, send)
 
-    async def _refuse(self, error: _Refused, receive: Receive, send: Send) -> None:
+    async def _refuse(self, error: _Refused, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, then discard the rest of the body for a while, and close the connection.
 
         If it were closed at once, a caller that is still sending would see that and not the reason.
@@ -77,9 +77,11 @@ class Intake:
         response = JSONResponse({"detail": str(error)}, error.status, {**(error.headers or {}), "Connection": "close"})
         await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        # Chunks are not read: parsing those of one byte would keep the event loop busy for as long as a caller likes.
+        chunked = b"transfer-encoding" in dict(scope["headers"])
         with suppress(TimeoutError):
             async with asyncio.timeout(self._body_s):
-                while (await receive()).get("more_body", False):
+                while not chunked and (await receive()).get("more_body", False):
                     pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -33,6 +33,8 @@ _MAX_PROBLEMS = 5
 _FULL_POLL_S = 0.01
 _SHUTDOWNS_PER_POLL = 16
 """Connections that are asked to close at a time while the service is full."""
+_CLOSED_KEPT = 16
+"""Closed connections, with the headers of their requests, that may stay in memory."""
 _ACCEPT_RETRY_S = 0.5
 _STATUS = {"queue_full": 429, "queue_time": 429, "stopping": 503, "deadline": 504}
 
@@ -220,7 +222,7 @@ class Server(uvicorn.Server):
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             self._admitted.append(protocol)
-            if len(self._admitted) > 2 * self._connections:
+            if len(self._admitted) > 2 * len(self.server_state.connections) + _CLOSED_KEPT:
                 self._admitted = deque(each for each in self._admitted if each in self.server_state.connections)
 
     def _protocol(self) -> asyncio.Protocol:
