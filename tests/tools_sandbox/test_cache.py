@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tools_sandbox.answers import Status, ToolAnswer, ToolResult
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import CacheConfig, ConfigError
-from tools_sandbox.service.cache import AnswerCache, cache_key
+from tools_sandbox.service.cache import _APPLICATION_ID, AnswerCache, cache_key
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -336,6 +336,7 @@ def test_cache_file_of_other_version_is_reset(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE results (id INTEGER PRIMARY KEY, key TEXT UNIQUE, status TEXT, text TEXT)")
         database.execute("INSERT INTO results (key, status, text) VALUES ('k', 'ok', '\"old\"')")
+        database.execute(f"PRAGMA application_id={_APPLICATION_ID}")
         database.execute("PRAGMA user_version=2")
 
     async def run() -> list[bool]:
@@ -349,10 +350,12 @@ def test_cache_file_of_other_version_is_reset(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [False, True]
 
 
-def test_database_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [0, 7])
+def test_database_of_another_program_is_refused_and_unchanged(tmp_path: Path, version: int) -> None:
     path = tmp_path / "c.db"
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE results (mine TEXT)")
+        database.execute(f"PRAGMA user_version={version}")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="a database of another program: name a new file"):
         AnswerCache(CacheConfig(sqlite_path=path))

@@ -26,6 +26,8 @@ log = logging.getLogger("tools_sandbox")
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
 _SCHEMA_VERSION = 3
+_APPLICATION_ID = 0x4152504F
+"""Marks a file as ours (PRAGMA application_id): a database of another program is never changed."""
 """Version of the table, stored as the file's `user_version`. The table of another version is dropped."""
 _BUSY_S = 5.0
 """Seconds that a service waits for another one that is writing to the same file."""
@@ -88,10 +90,10 @@ class AnswerFile:
     @staticmethod
     def _open(path: Path) -> sqlite3.Connection:
         database = sqlite3.connect(path, timeout=_BUSY_S)
-        version, tables = database.execute(
-            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        program, tables = database.execute(
+            "SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id"
         ).fetchone()
-        if tables and not version:
+        if tables and program != _APPLICATION_ID:
             raise ConfigError(f"cache.sqlite_path: {path} is a database of another program: name a new file")
         database.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         database.execute("PRAGMA journal_mode=WAL")
@@ -105,6 +107,7 @@ class AnswerFile:
                 "CREATE TABLE results (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, status TEXT, text TEXT,"
                 " expires REAL)"
             )
+            database.execute(f"PRAGMA application_id={_APPLICATION_ID}")
             database.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         database.commit()
         return database
