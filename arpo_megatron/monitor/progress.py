@@ -132,6 +132,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.end_display()
+
+    def end_display(self) -> None:
+        """End the live display, so that a command can use the terminal; later lines are printed as they come."""
         self._spinner = Spinner("dots", Text(""))
         self._phase = ""
         if self._live.is_started:

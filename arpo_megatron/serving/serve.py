@@ -115,6 +115,7 @@ def agent_services(target: EvalTarget, config: JobConfig) -> Iterator[tuple[Job,
                     job.progress.note(note)
             job.progress.phase("start engine and tools")
             with running_services(job, target.model, rollouts=False) as ready:
+                job.progress.end_display()
                 yield job, ready
 
 

@@ -133,3 +133,13 @@ def test_progress_shows_events_of_the_trainer(tmp_path: Path) -> None:
         "held-out success before training: 50.0%",
     ):
         assert part in text
+
+
+def test_ended_display_draws_nothing_over_a_prompt() -> None:
+    screen = io.StringIO()
+    with Progress(Console(file=screen, force_terminal=True)) as progress:
+        progress.phase("start engine")
+        progress.end_display()
+        before = len(screen.getvalue())
+        progress.note("engine is up again")
+    assert "engine is up again" in screen.getvalue()[before:] and "start engine" not in screen.getvalue()[before:]
