@@ -82,6 +82,8 @@ class PythonConfig:
     """Processes that are created ahead of the next calls and wait behind all walls, so that these calls begin at once.
     Each serves one call and costs some MiB. There are none if the kernel does not hide calls from each other and count
     them separately."""
+    timeout_s: Annotated[Seconds, Field(le=1e6)] | None = None
+    """Longest wall-clock time of a python call, in seconds. null: `limits.time_s`, which bounds every tool."""
     cache: Flag = False
     """Cache the answers of equal code. Off by default, since code may read the clock or draw random numbers."""
     session_dir: Path | None = None

@@ -275,8 +275,8 @@ def _with_absolute_paths(config: JobConfig) -> JobConfig:
         },
         system_prompt=None if rollout.system_prompt is None else _absolute_file(rollout.system_prompt),
     )
-    sft = replace(sft, data=absolute(sft.data))
-    return replace(config, data=data, model=model, sft=sft, reward=reward, rollout=rollout)
+    sft, sandbox = replace(sft, data=absolute(sft.data)), replace(config.sandbox, file=absolute(config.sandbox.file))
+    return replace(config, data=data, model=model, sft=sft, reward=reward, rollout=rollout, sandbox=sandbox)
 
 
 def _absolute_component(name: str) -> str:

@@ -10,15 +10,15 @@ from arpo_megatron.config import SandboxConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import atomic_write
-from tools_sandbox.config import ConfigError, load_config
+from tools_sandbox.config import ConfigError, Limits, load_config
 from tools_sandbox.utils.yaml import NotYamlError, load_yaml, yaml_text
 
 Values = dict[str, Any]
 
 _OWN_KEYS = (
-    ("limits", "time_s", "python_timeout_s"),
     ("limits", "memory_mib", "python_memory_mib"),
     ("limits", "total_memory_mib", "python_total_memory_mib"),
+    ("python", "timeout_s", "python_timeout_s"),
     ("python", "preload", "preload"),
     ("python", "isolation", "isolation"),
     ("search", "max_results", "search_results"),
@@ -198,6 +198,8 @@ def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str,
     values = deepcopy(user)
     for section, name, key in _OWN_KEYS:
         values.setdefault(section, {})[name] = _plain(getattr(sandbox, key))
+    # The limit of every tool must not cut the python calls that the job allows.
+    values["limits"].setdefault("time_s", max(Limits().time_s, sandbox.python_timeout_s))
     # Relative to the config, so in the run directory. A restarted service finds index and states there.
     values["python"].setdefault("session_dir", "sandbox_states" if sandbox.sessions else None)
     search = values["search"]

@@ -262,6 +262,8 @@ def test_config_file_may_use_yaml_anchors(tmp_path: Path) -> None:
 
 def test_input_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    config = resolve.resolve("quickstart", overrides=["sft.data=talks.jsonl", "model.path=model"])
+    overrides = ["sft.data=talks.jsonl", "model.path=model", "sandbox.file=t.yaml"]
+    config = resolve.resolve("quickstart", overrides=overrides)
     assert config.sft.data == tmp_path / "talks.jsonl"
+    assert config.sandbox.file == tmp_path / "t.yaml"
     assert config.model.path == tmp_path / "model"

@@ -27,7 +27,7 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     run.path.mkdir()
     sandbox = write(
         own / "tools.yaml",
-        limits={"cpu_s": 7, "time_s": 10},
+        limits={"cpu_s": 7},
         search={"sources": [{"path": "pages.jsonl", "format": "jsonl"}], "snippet_chars": 5},
         plugins=[{"name": "count_words", "options": {"shortest": 2}}],
         mcp={"files": {"command": "./serve", "args": ["-v", "../data", "x/y"]}},
@@ -35,7 +35,8 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     )
     assert write_tool_config(sandbox, run, CORPUS) == []
     config = load_config(run.sandbox_config)
-    assert (config.limits.cpu_s, config.limits.time_s, config.limits.memory_mib) == (7, 10.0, 512)
+    assert (config.limits.cpu_s, config.python.timeout_s, config.limits.memory_mib) == (7, 10.0, 512)
+    assert config.limits.time_s == 120.0, "the limit of python calls cuts no other tool"
     assert [source.path for source in config.search.sources] == [own / "pages.jsonl", run.path / "corpus.jsonl"]
     assert (config.search.snippet_chars, config.search.max_results) == (5, 3)
     assert config.search.index_path == run.path / "search" / "index"
@@ -99,7 +100,7 @@ def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"limits": {"time_s": 60}}, ["limits.time_s to 60", "sandbox.python_timeout_s is 10.0"]),
+        ({"python": {"timeout_s": 60}}, ["python.timeout_s to 60", "sandbox.python_timeout_s is 10.0"]),
         ({"python": {"preload": ["numpy"]}}, ["python.preload", "sandbox.preload is []"]),
         ({"python": {"session_dir": "states"}}, ["python.session_dir", "sandbox.sessions=true"]),
         ({"pluggins": []}, ["unknown key 'pluggins'", "'plugins'"]),

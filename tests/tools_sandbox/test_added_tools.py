@@ -31,6 +31,22 @@ def test_unknown_plugin_is_a_config_error() -> None:
         build_tools(ToolServiceConfig(plugins=(PluginConfig("count_wrods"),)))
 
 
+def test_limit_of_python_calls_cuts_no_other_tool(tmp_path: Path, start_service: StartService) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\nfrom pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"
+        "from tools_sandbox.tool import Tool\nclass Nothing(BaseModel):\n    pass\n"
+        "class Slow(Tool):\n    name, description, arguments = 'slow', 'Take a second.', Nothing\n"
+        "    async def run(self, arguments, timeout_s):\n        await asyncio.sleep(1)\n"
+        "        return ToolResult('ok', 'done')\n"
+    )
+    plugins = [{"name": f"{tmp_path / 'slow.py'}:Slow"}]
+    service = start_service({"python": {"timeout_s": 0.3}, "plugins": plugins})
+    with SandboxClient(service.url) as client:
+        assert client.call("slow", {}, timeout_s=30).text == "done"
+        answer = client.call("python", {"code": "import time; time.sleep(60)"}, timeout_s=30)
+        assert (answer.status, "0.3 s" in answer.text) == ("timeout", True)
+
+
 def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) -> None:
     (tmp_path / "mine.py").write_text(
         "from pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from typing import cast
 
@@ -40,7 +41,8 @@ class PythonTool(Tool):
 
     def __init__(self, config: ToolServiceConfig) -> None:
         self.cacheable = config.python.cache
-        self.fingerprint = f"{sys.version} {config.limits}"
+        self.max_time_s = config.python.timeout_s or math.inf
+        self.fingerprint = f"{sys.version} {config.limits} {config.python.timeout_s}"
         self._code_chars = config.limits.code_chars
         folder = config.python.session_dir
         if folder is not None and config.python.cache:
