@@ -197,6 +197,8 @@ def export(
 
     One process reads the weights layer by layer, on CPUs, whatever the number of ranks that wrote them.
     """
+    if public and repo is None:
+        raise UserError("--public is for a repository on the hub: name it with --push-to-hub, or leave out --public")
     if cluster is not None:
         if verify:
             raise UserError("--verify starts services on this machine: leave out --cluster")

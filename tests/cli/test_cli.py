@@ -71,6 +71,7 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["train", "quickstart", "sft.steps=0", "sft.data=x.jsonl"], "sft.data is not read with sft.steps=0"),
         (["eval", "nowhere"], "neither a run directory"),
         (["export", "nowhere", "--out", "out"], "not a run directory"),
+        (["export", "run", "--public"], "name it with --push-to-hub"),
         (["trees", "nowhere"], "not a run directory"),
         (["train", "reasoning_tiny", f"data.path={__file__}"], "rows can be used; the first: not JSON"),
         (["train", "quickstart", "--train.steps=3"], "write train.steps=3"),
