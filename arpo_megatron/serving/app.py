@@ -247,7 +247,14 @@ def _first_text(errors: BaseExceptionGroup[BaseException]) -> str:
     first: BaseException = errors
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    return str(first) or type(first).__name__
+    return _text(first)
+
+
+def _text(error: BaseException) -> str:
+    """Return the reason of a failure for a caller, without the engine's address."""
+    if isinstance(error, aiohttp.ClientConnectionError):
+        return "the engine cannot be reached: it is starting again, or has failed (see /health)"
+    return str(error) or type(error).__name__
 
 
 def _logprobs(served: Served, tokens: Sequence[SampledToken]) -> dict[str, Any]:
@@ -295,7 +302,7 @@ async def _stream(
                     yield chunk({}, event.reason, more={"usage": _usage(event)})
     except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
-        yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n"
+        yield f"data: {json.dumps({'error': {'message': _text(error)}})}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -307,7 +314,7 @@ async def _pass_through(served: Served, body: bytes) -> Response:
         answer = await agent.session.post(f"{agent.engine_url}/v1/chat/completions", data=body, headers=headers)
     except (TimeoutError, aiohttp.ClientError) as error:
         served.counts["errors"] += 1
-        return _error(503, str(error) or type(error).__name__)
+        return _error(503, _text(error))
 
     async def content() -> AsyncIterator[bytes]:
         async with answer:

@@ -190,7 +190,7 @@ def test_request_above_the_limit_gets_429_and_a_dead_engine_503(scripted_engine:
             client(url).chat.completions.create(model="agent", messages=QUESTION)
     with served("http://127.0.0.1:9", sandbox_url) as url:
         assert httpx.get(f"{url}/health").status_code == 503
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.InternalServerError, match="the engine cannot be reached"):
             client(url).chat.completions.create(model="agent", messages=QUESTION)
 
 
