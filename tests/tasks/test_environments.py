@@ -117,6 +117,14 @@ class Broken:
 @dataclass
 class Half:
     replayable: bool = True
+
+@dataclass
+class Snapshotted:
+    def reset(self, task): ...
+    def step(self, action): ...
+    def close(self): ...
+    def snapshot(self): ...
+    def restore(self, state): ...
 """
 
 
@@ -130,6 +138,12 @@ def test_environment_that_does_not_work_is_one_line(tmp_path: Path) -> None:
         environment_maker(f"{path}:Broken", {"closes": False})
     with pytest.raises(UserError, match="has no reset, step, close"):
         environment_maker(f"{path}:Half", {})
+
+
+def test_environment_with_snapshots_needs_no_replayable(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(BROKEN)
+    assert can_fork(environment_maker(f"{path}:Snapshotted", {})())
 
 
 def test_listing_of_the_page_is_an_environment() -> None:

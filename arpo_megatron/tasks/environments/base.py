@@ -33,7 +33,7 @@ class Environment(Protocol):
     """
 
     replayable: bool
-    """Equal actions after a `reset` always lead to equal observations and an equal state."""
+    """Equal actions after a `reset` always lead to equal observations and an equal state. Without it: False."""
 
     def reset(self, task: Task) -> Sequence[Message]:
         """Begin a task; return the conversation before the model's first turn."""
@@ -66,4 +66,4 @@ MakeEnvironment = Callable[[], Environment]
 
 def can_fork(environment: Environment) -> bool:
     """Return whether a trajectory can be continued in a second environment."""
-    return environment.replayable or isinstance(environment, Snapshots)
+    return getattr(environment, "replayable", False) or isinstance(environment, Snapshots)

@@ -30,7 +30,7 @@ def environment_maker(name: str, params: Mapping[str, Any]) -> MakeEnvironment:
         return environment
 
     first = made()
-    if missing := [part for part in ("replayable", "reset", "step", "close") if not hasattr(first, part)]:
+    if missing := [part for part in ("reset", "step", "close") if not hasattr(first, part)]:
         raise UserError(f"environment {name} has no {', '.join(missing)}; docs/guides/environments.md shows one")
     try:
         first.close()
