@@ -64,7 +64,7 @@ class DeepSearchTool(SearchTool):
     async def find(self, query: str, k: int, timeout_s: float) -> ToolResult:
         """Search, read the pages, and let the model answer. Raises RequestFailed if the search engine fails.
 
-        Slow pages and a slow model are left out, so that the call ends in time.
+        Slow pages are left out, so that the call ends in time. Without an answer of the model the call has failed.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -81,8 +81,8 @@ class DeepSearchTool(SearchTool):
             async with asyncio.timeout(max(0.0, timeout_s * _IN_ALL - (clock() - began))):
                 return ToolResult("ok", await self._summary.answer(f"{_PROMPT}{query}\n\n{text}"), negative=unread)
         except (RequestFailed, TimeoutError):
-            # Negative, so that the answer without the model is not cached for long.
-            return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
+            # A failure, as in `browse`; lasting, because a repetition would pay the search engine again.
+            return ToolResult("error", f"[no summary: the model did not answer]\n{text}", failure="lasting")
 
     async def _context(self, hit: WebHit, timeout_s: float) -> str | None:
         """Return the part of a result's page that belongs to its snippet; None if the page cannot be read."""

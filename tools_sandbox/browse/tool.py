@@ -72,8 +72,8 @@ class BrowseTool(Tool):
         try:
             return ToolResult("ok", await self._summary.answer(_PROMPT + text))
         except RequestFailed:
-            # Negative, so that the unsummarised page is not cached for long.
-            return ToolResult("ok", f"[no summary: the model did not answer]\n{text}", negative=True)
+            # A failure: the page in place of its summary is no result that a policy should learn from.
+            return ToolResult("error", f"[no summary: the model did not answer]\n{text}", failure="temporary")
 
     async def _read(self, url: str) -> str:
         address = urljoin(self._config.base_url or "", url.strip())
