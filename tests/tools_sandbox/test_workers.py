@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -292,7 +293,13 @@ def test_next_service_removes_leftovers_of_killed_start(
     (tmp_path / "c.yaml").write_text(json.dumps({**config, "python": {"preload": []}}))
     command = [sys.executable, "-m", "tools_sandbox", "--config", str(tmp_path / "c.yaml")]
     killed = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.DEVNULL, start_new_session=True)
-    wait_until(lambda: list(place.glob("*index*/*.building")))
+
+    def building() -> bool:
+        with suppress(FileNotFoundError):  # a folder was renamed or removed meanwhile
+            return any(place.glob("*index*/*.building"))
+        return False
+
+    wait_until(building)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     (left,) = place.glob("*index*")
