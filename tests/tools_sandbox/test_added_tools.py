@@ -26,34 +26,33 @@ CARELESS = str(HELPERS / "careless_mcp_server.py")
 StartService = Callable[..., Any]
 
 
+def tool_class(name: str, *run: str) -> str:
+    """Return a file with the tool `name` (in lower case), whose argument is `text` and whose `run` has these lines."""
+    return (
+        "import asyncio\nfrom pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"
+        "from tools_sandbox.tool import Tool\nclass Text(BaseModel):\n    text: str\n"
+        f"class {name}(Tool):\n    name, description, arguments = {name.lower()!r}, 'A tool.', Text\n"
+        "    async def run(self, arguments, timeout_s):\n" + "".join(f"        {line}\n" for line in run)
+    )
+
+
 def test_unknown_plugin_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r'"count_wrods" in tools_sandbox\.tool'):
         build_tools(ToolServiceConfig(plugins=(PluginConfig("count_wrods"),)))
 
 
 def test_limit_of_python_calls_cuts_no_other_tool(tmp_path: Path, start_service: StartService) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import asyncio\nfrom pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"
-        "from tools_sandbox.tool import Tool\nclass Nothing(BaseModel):\n    pass\n"
-        "class Slow(Tool):\n    name, description, arguments = 'slow', 'Take a second.', Nothing\n"
-        "    async def run(self, arguments, timeout_s):\n        await asyncio.sleep(1)\n"
-        "        return ToolResult('ok', 'done')\n"
-    )
+    (tmp_path / "slow.py").write_text(tool_class("Slow", "await asyncio.sleep(1)", "return ToolResult('ok', 'done')"))
     plugins = [{"name": f"{tmp_path / 'slow.py'}:Slow"}]
     service = start_service({"python": {"timeout_s": 0.3}, "plugins": plugins})
     with SandboxClient(service.url) as client:
-        assert client.call("slow", {}, timeout_s=30).text == "done"
+        assert client.call("slow", {"text": ""}, timeout_s=30).text == "done"
         answer = client.call("python", {"code": "import time; time.sleep(60)"}, timeout_s=30)
         assert (answer.status, "0.3 s" in answer.text) == ("timeout", True)
 
 
 def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from pydantic import BaseModel\nfrom tools_sandbox.answers import ToolResult\n"
-        "from tools_sandbox.tool import Tool\nclass Text(BaseModel):\n    text: str\n"
-        "class Reverse(Tool):\n    name, description, arguments = 'reverse', 'Reverse a text.', Text\n"
-        "    async def run(self, arguments, timeout_s):\n        return ToolResult('ok', arguments.text[::-1])\n"
-    )
+    (tmp_path / "mine.py").write_text(tool_class("Reverse", "return ToolResult('ok', arguments.text[::-1])"))
     service = start_service({"plugins": [{"name": f"{tmp_path / 'mine.py'}:Reverse"}]})
     with SandboxClient(service.url) as client:
         assert client.call("reverse", {"text": "abc"}).text == "cba"
