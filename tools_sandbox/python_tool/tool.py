@@ -85,7 +85,8 @@ class PythonTool(Tool):
         if size > self._code_chars:
             message = f'Argument "code" has {size} characters; at most {self._code_chars} are allowed.'
             return ToolResult("error", message)
+        limit_s = min(timeout_s, self.max_time_s)
         outcome = await run_in_session(
-            self._pool, self._sessions, arguments.code, timeout_s, state=arguments.state, keep=arguments.keep
+            self._pool, self._sessions, arguments.code, limit_s, state=arguments.state, keep=arguments.keep
         )
         return ToolResult(cast(Status, outcome.status), outcome.text)

@@ -26,9 +26,9 @@ log = logging.getLogger("tools_sandbox")
 _MIB = 1 << 20
 _PAGE_BYTES = 4096
 _SCHEMA_VERSION = 3
+"""Version of the table, stored as the file's `user_version`. The table of another version is dropped."""
 _APPLICATION_ID = 0x4152504F
 """Marks a file as ours (PRAGMA application_id): a database of another program is never changed."""
-"""Version of the table, stored as the file's `user_version`. The table of another version is dropped."""
 _BUSY_S = 5.0
 """Seconds that a service waits for another one that is writing to the same file."""
 

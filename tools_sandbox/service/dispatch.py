@@ -194,8 +194,7 @@ class ToolService:
             async with queue.slot(call.trajectory_id, wait_s):
                 began = time.monotonic()
                 self.metrics.waiting.labels(tool.name).observe(began - queued_at)
-                longest_s = min(self._config.limits.time_s, tool.max_time_s)
-                limit_s = min(call.timeout_s, call.deadline - began, longest_s)
+                limit_s = min(call.timeout_s, call.deadline - began, self._config.limits.time_s)
                 result = await self._run(tool, arguments, limit_s)
                 seconds = time.monotonic() - began
         except QueueFull as error:
