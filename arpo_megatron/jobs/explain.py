@@ -6,6 +6,7 @@ from typing import Any
 
 from arpo_megatron.config.io import dump_config
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.tool_file import read_tool_file
 from tools_sandbox.utils.yaml import yaml_text
 
 
@@ -28,9 +29,11 @@ def render(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     """Return the config as YAML, with the source of each value that is not a default as a comment.
 
     Raises:
-        UserError: the recipe, the file or an override is invalid.
+        UserError: the recipe, the file or an override is invalid, or `sandbox.file` cannot be used.
     """
     job = resolve.resolve(recipe, file=file, overrides=overrides)
+    if job.sandbox.file is not None:
+        read_tool_file(job.sandbox.file, job.sandbox)
     origins = sources(resolve.layers(recipe, file=file, overrides=overrides))
     lines = [f"# {recipe}: values without a comment are defaults", *_lines(dump_config(job), "", origins)]
     return "\n".join(lines) + "\n"

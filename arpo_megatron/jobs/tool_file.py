@@ -87,6 +87,19 @@ def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
     return _with_absolute_paths(values or {}, path.resolve().parent)
 
 
+def searches_per_s(sandbox: SandboxConfig) -> float | None:
+    """Return the highest rate of requests of the job's tool services to a web search engine; None without one.
+
+    Raises:
+        UserError: `sandbox.file` cannot be used.
+    """
+    if sandbox.file is None:
+        return None
+    read_tool_file(sandbox.file, sandbox)
+    search = load_config(sandbox.file).search
+    return search.web.requests_per_s * sandbox.replicas if search.engine == "web" and search.web else None
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

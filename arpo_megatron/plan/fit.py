@@ -153,7 +153,8 @@ def plan(
         workloads: `Workloads.of(config)`, for a caller that plans many layouts.
 
     Raises:
-        UserError: the model's sizes are unknown (no files at `model.path`, no known `model.hub_id`).
+        UserError: the model's sizes are unknown (no files at `model.path`, no known `model.hub_id`), or `sandbox.file`
+            cannot be used.
     """
     spec = load_spec(config.model)
     layout, unfit = None, find_conflict(config, spec, hardware)

@@ -20,7 +20,7 @@ from arpo_megatron.plan.parameters import active_parameters
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
 from arpo_megatron.plan.simulated_engine import EngineModel
 from arpo_megatron.plan.timing import MEMORY_SHARE, PRODUCT_SHARE, decoding_step
-from arpo_megatron.plan.workload import TOOL_S, TYPICAL_FILL, longest_response, mix
+from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds, longest_response, mix
 
 STEPS = 3
 MOST_TREES = 8
@@ -92,7 +92,7 @@ class Recommendation:
 
 def recommend(plan: JobEstimate) -> Recommendation:
     """Simulate a job's rollouts with each admission and staleness, then with each constant larger and smaller."""
-    (base, part), tools_s = rollout_model(plan), TOOL_S
+    (base, part), tools_s = rollout_model(plan), call_seconds(plan.config)
     results = _compare(base, tools_s)
     choice, changed = _pick(results), list[tuple[str, Choice]]()
     for what, model, seconds in _variations(base, tools_s):
@@ -129,7 +129,7 @@ def rollout_model(plan: JobEstimate) -> tuple[RolloutModel, float]:
         engine=engine,
         trees=tuple(family.tree(seed, 64) for seed in range(STEPS * trees)),
         per_step=trees,
-        tool_s=_tools(TOOL_S),
+        tool_s=_tools(call_seconds(config)),
         limit=longest_response(config),
         initial=family.initial,
         measured=config.algorithm.entropy_tokens,

@@ -5,8 +5,10 @@ from dataclasses import fields
 
 from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import GIB
+from arpo_megatron.jobs.tool_file import searches_per_s
 from arpo_megatron.plan.fit import JobEstimate
 from arpo_megatron.plan.search import LayoutSearchResult
+from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
     "parallel": tuple(field.name for field in fields(ParallelConfig)),
@@ -98,9 +100,18 @@ def _lines(plan: JobEstimate) -> Iterator[str]:
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
     steps = f"{plan.steps} {step.split()[1]}s"
     yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours with a start-up of {plan.start_seconds:.0f} s, without evaluations"
+    if not config.sft_only:
+        yield _assumptions(config)
     for warning in plan.warnings:
         yield f"warning: {warning}"
     yield "fits" if plan.fits else f"does not fit: {plan.reason}"
+
+
+def _assumptions(config: JobConfig) -> str:
+    rollout, rate = config.rollout, searches_per_s(config.sandbox)
+    calls = f"{rollout.max_tool_calls} tool call(s) a path of {call_seconds(config):g} s each"
+    at_most = "" if rate is None else f", web searches at {rate:g} a second or fewer (search.web.requests_per_s)"
+    return f"assumes responses of {TYPICAL_FILL:.0%} of rollout.max_response_tokens, and {calls}{at_most}"
 
 
 def _table(title: str, rows: Mapping[str, float], total: float | None = None) -> Iterator[str]:

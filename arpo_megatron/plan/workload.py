@@ -4,15 +4,17 @@ The lengths of real responses are unknown before a run. So there are two workloa
 trajectories of half the maximal length, and `largest` for memory, with all trajectories at the maximal length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
 from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
+from arpo_megatron.jobs.tool_file import searches_per_s
 from arpo_megatron.packing.packs import TreePack, pack_trees, rank_groups, report_packs
 from arpo_megatron.plan.synthetic_trees import Mix
+from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.tree import Role, RolloutTree
 
 TYPICAL_FILL = 0.5
@@ -20,7 +22,7 @@ TYPICAL_FILL = 0.5
 TOOL_SHARE = 0.4
 """Share of tool results in a response. Assumption; the mixes of `arpo bench pack` have 0.35 and 0.77."""
 TOOL_S = 2.0
-"""Seconds of a tool call; the calls of a path are sequential."""
+"""Seconds of a tool call, at most `rollout.tool_timeout_s`; the calls of a path are sequential. Assumption."""
 SEEDS = (0, 1)
 """Seeds of the synthetic trees."""
 FORK_PROBABILITY = 0.5
@@ -58,8 +60,10 @@ class Workload:
     """Mean number of tokens before a sampled one."""
     trajectories: int
     """Leaves."""
+    calls: float
+    """Tool calls, each once."""
     tools_s: float
-    """Seconds of sequential tool calls."""
+    """Seconds of sequential tool calls, or of a step's web searches at the highest rate of requests if that is more."""
     straggler: int
     """Tokens that a step's longest trajectory samples sequentially."""
     bound: int
@@ -72,13 +76,27 @@ class Workload:
 
 
 def typical(config: JobConfig) -> Workload:
-    """Return the workload for estimates of time."""
-    return _sample(mix(config, TYPICAL_FILL), longest_response(config))
+    """Return the workload for estimates of time. Raises UserError if `sandbox.file` cannot be used."""
+    work = _sample(mix(config, TYPICAL_FILL), longest_response(config), call_seconds(config))
+    return replace(work, tools_s=max(work.tools_s, _searching_seconds(config, work.calls)))
 
 
 def largest(config: JobConfig) -> Workload:
     """Return the workload for estimates of memory."""
-    return _sample(mix(config, 1.0), longest_response(config))
+    return _sample(mix(config, 1.0), longest_response(config), call_seconds(config))
+
+
+def call_seconds(config: JobConfig) -> float:
+    """Return the seconds that a tool call is assumed to take."""
+    return min(TOOL_S, config.rollout.tool_timeout_s)
+
+
+def _searching_seconds(config: JobConfig, calls: float) -> float:
+    """Return the least seconds of a step's web searches, if the calls of a tree are spread evenly over the tools."""
+    rate, tools = searches_per_s(config.sandbox), tool_names(config.rollout.tools)
+    if rate is None or "search" not in tools:
+        return 0.0
+    return config.train.tasks_per_step * calls / len(tools) / rate
 
 
 def longest_response(config: JobConfig) -> int:
@@ -121,13 +139,13 @@ def _around(tokens: float) -> tuple[int, int]:
 
 
 @cache
-def _sample(mix: Mix, straggler: int) -> Workload:
+def _sample(mix: Mix, straggler: int, call_s: float) -> Workload:
     # In the largest tree all trajectories are fresh and share only the prompt. The activations of that many tokens may
     # live at once, because packs of a cut tree wait for those that inherit from them. Of 200 sampled trees with six
     # calls, in packs of a tenth, the worst had 0.84 of this bound.
     bound = mix.prompt + mix.samples * ((mix.calls + 1) * mix.segment[1] + mix.calls * mix.result[1])
     trees = tuple(mix.tree(seed, 64) for seed in SEEDS)
-    return _measure(trees, trajectories=mix.samples, tools_s=mix.calls * TOOL_S, straggler=straggler, bound=bound)
+    return _measure(trees, trajectories=mix.samples, tools_s=mix.calls * call_s, straggler=straggler, bound=bound)
 
 
 def _measure(
@@ -135,6 +153,7 @@ def _measure(
 ) -> Workload:
     sampled = sum(len(segment) for tree in trees for segment in tree.segments if segment.role is Role.MODEL)
     unique = sum(tree.unique_tokens for tree in trees)
+    calls = sum(segment.role is Role.TOOL for tree in trees for segment in tree.segments)
     depth = 0.0
     for tree in trees:
         starts = [0] * len(tree.segments)
@@ -149,6 +168,7 @@ def _measure(
         unique=unique / len(trees),
         depth=depth / max(1, sampled),
         trajectories=trajectories,
+        calls=calls / len(trees),
         tools_s=tools_s,
         straggler=straggler,
         bound=bound,

@@ -58,6 +58,8 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["train", "deepsearch_14b"], "model.path is missing: fetch Qwen/Qwen3-14B"),
         (["train", "deepsearch_14b+8nodes"], "variants: 1node, 2nodes, 4nodes, 16nodes"),
         (["show", "deepsearch_14b", "train.stepz=3"], "did you mean train.steps?"),
+        (["show", "deepsearch_14b", "sandbox.file=no.yaml"], "no.yaml: No such file or directory"),
+        (["plan", "deepsearch_14b", "sandbox.file=no.yaml"], "no.yaml: No such file or directory"),
         (["plan", "deepsearch_14b", "--gpu", "h300"], "unknown GPU 'h300'; known: h100-80, h200, a100-80, l40s"),
         (["plan", "deepsearch_14b", "--nodes", "5", "parallel.tensor=16"], "cannot be divided"),
         (["plan", "deepsearch_14b", "model.hub_id=some/model"], "sizes are not known without its files"),

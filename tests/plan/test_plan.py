@@ -12,7 +12,7 @@ import pytest
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
-from arpo_megatron.plan import GPUS, Hardware, plan
+from arpo_megatron.plan import GPUS, Hardware, JobEstimate, plan
 from arpo_megatron.plan.node_layout import lay_out_nodes
 from arpo_megatron.plan.nodes import resolve_on_nodes, scale_to_nodes
 from arpo_megatron.plan.parameters import stage_parameters, whole_model
@@ -394,3 +394,19 @@ def test_plan_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_plan_takes_limits_of_tools_from_their_definition(tmp_path: Path) -> None:
+    def of(*overrides: str, rate: float = 1.0) -> JobEstimate:
+        web = f"{{provider: searxng, url: 'http://x', requests_per_s: {rate}}}"
+        (tmp_path / "tools.yaml").write_text(f"search: {{engine: web, web: {web}}}")
+        return plan(resolve.resolve("deepsearch_14b", overrides=overrides), H100)
+
+    file = f"sandbox.file={tmp_path / 'tools.yaml'}"
+    free, slow = of(), of(file, rate=0.01)
+    assert slow.step_seconds["tools"] > 10 * free.step_seconds["tools"], "the rate of web searches bounds a step"
+    assert of(file, rate=1e6).step_seconds == free.step_seconds
+    assert of(file, "sandbox.replicas=4", rate=0.01).step_seconds["tools"] == slow.step_seconds["tools"] / 4
+    assert of("rollout.tool_timeout_s=1").step_seconds["tools"] == free.step_seconds["tools"] / 2
+    assert "tool call(s) a path of 2 s each\n" in render(free), "what no definition has is an assumption that is shown"
+    assert "web searches at 0.01 a second or fewer (search.web.requests_per_s)" in render(of(file, rate=0.01))
