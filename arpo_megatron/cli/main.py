@@ -315,13 +315,14 @@ def _print_plan(config: JobConfig, resume: bool) -> None:
     from arpo_megatron.launch.tool_check import check_tools_of
     from arpo_megatron.plan.report import layout
 
-    check_inputs(config)
-    if resume:
-        place = f"{choose_run.existing(config).path}, resumed"
+    resumed = choose_run.existing(config) if resume else None
+    check_inputs(config, resumed)
+    if resumed:
+        place = f"{resumed.path}, resumed"
     else:
         choose_run.check_fresh(config)
         place = f"a new run in {choose_run.next_path(config)}"
-    check_tools_of(config)
+    check_tools_of(config, resumed)
     print(yaml_text(dump_config(config)), end="")
     parallel, train = config.parallel, config.train
     print(f"# plan: {place}")

@@ -17,7 +17,7 @@ def main() -> None:
     run = RunDirectory(Path(sys.argv[1]))
     config, events = resolve.load(run.config), EventLog(run.events)
     with log_user_errors(run.events):
-        check_files(config)
+        check_files(config, run)
         for line in prepare_run(config, run, lambda text: events.emit("progress", text=text)):
             events.emit("note", text=line)
 

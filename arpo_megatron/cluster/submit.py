@@ -31,6 +31,7 @@ from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs import choose_run, run_directory
 from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.tool_file import with_tool_file
 from arpo_megatron.plan import plan
 from arpo_megatron.plan.node_layout import lay_out_nodes, with_placement
 from arpo_megatron.utils.atomic import write_json
@@ -84,9 +85,10 @@ def prepare_submission(
     _check_path("python:", _python(profile))
     config = replace(config, run_dir=path)
     hardware = profile.hardware() if profile.gpus_of(config) else None
-    forecast = None if hardware is None else plan(on_host(config, profile), hardware)
+    run = RunDirectory(path)
+    forecast = None if hardware is None else plan(with_tool_file(on_host(config, profile), run), hardware)
     arguments = (ONLY_SFT,) if only_sft else ()
-    return Submission(config, profile, layout, RunDirectory(path), chain, forecast, resume, auto, arguments)
+    return Submission(config, profile, layout, run, chain, forecast, resume, auto, arguments)
 
 
 def _check_path(name: str, path: Path) -> None:
@@ -122,7 +124,7 @@ def dry_run(submission: Submission) -> str:
         if not forecast.fits:
             lines.append(f"# arpo submit would refuse it: {forecast.reason}")
     try:
-        check_files(on_host(submission.config, submission.profile))
+        check_files(on_host(submission.config, submission.profile), submission.run)
     except UserError as error:
         lines.append(f"# arpo submit would refuse it: {error}")
     return "\n".join([text, *lines])
@@ -145,7 +147,7 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
             queue or being submitted, a secret or an input is missing, or the run directory cannot be written.
         Interrupted: the command was interrupted; the message has what became of the accepted jobs.
     """
-    check_files(on_host(submission.config, submission.profile))
+    check_files(on_host(submission.config, submission.profile), submission.run)
     forecast = submission.forecast
     if forecast is not None and not forecast.fits and not force:
         raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")

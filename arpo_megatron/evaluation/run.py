@@ -294,7 +294,7 @@ def _agent(evaluation: _Evaluation, prompted: PromptedQuestions) -> Iterator[Age
     if target.is_oracle:
         yield OracleAgent(correct=target.kind is TargetKind.ORACLE)
         return
-    for note in write_tool_files(config, out, prompted.data):
+    for note in write_tool_files(config, out, prompted.data, target.run):
         evaluation.log(note)
     if tools is not Tools.NONE:
         for note in check_tools(config, out):
@@ -337,7 +337,7 @@ def _check_searchable(sets: Sequence[TestSet], config: JobConfig, target: EvalTa
     if own_facts or "search" not in offered:  # another tool may search
         return
     with tempfile.TemporaryDirectory(prefix="arpo-eval-check-") as folder:
-        write_tool_files(config, RunDirectory(Path(folder)), JobData((), ()))
+        write_tool_files(config, RunDirectory(Path(folder)), JobData((), ()), target.run)
         searchable = RunDirectory(Path(folder)).searchable
     if not searchable:
         raise UserError(

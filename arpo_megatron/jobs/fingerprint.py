@@ -30,7 +30,7 @@ def check_started_with(config: JobConfig, run: RunDirectory) -> list[str]:
     Raises:
         UserError: the model, its tokenizer or a data file differs from the one at the start of the run.
     """
-    found, code = _digests(config, run), {name: _digest(path) for name, path in _code(config).items()}
+    found, code = _digests(config, run), {name: _digest(path) for name, path in _code(config, run).items()}
     if not run.inputs.exists():
         write_json(run.inputs, {"model": _spec(config, run), **found, **code})
         return []
@@ -86,11 +86,11 @@ def _digests(config: JobConfig, run: RunDirectory) -> dict[str, str | None]:
     return {**whole, "weights": sampled}
 
 
-def _code(config: JobConfig) -> dict[str, Path]:
+def _code(config: JobConfig, run: RunDirectory) -> dict[str, Path]:
     """Return the Python files that a config names as `FILE.py:ATTRIBUTE`, by key and name; tools of its file, too."""
     named = dict(_texts(asdict(config)))
     if config.sandbox.file is not None:
-        plugins = read_tool_file(config.sandbox.file, config.sandbox).get("plugins") or []
+        plugins = read_tool_file(config.sandbox.file, config.sandbox, run).get("plugins") or []
         named |= {f"sandbox.file: plugins[{number}]": str(each["name"]) for number, each in enumerate(plugins)}
     places = {f"{key}={name}": in_file(name) for key, name in named.items()}
     return {key: place[0] for key, place in places.items() if place is not None}

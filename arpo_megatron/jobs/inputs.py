@@ -100,8 +100,12 @@ def training_prompt(config: JobConfig) -> str | None:
     return first["content"] if first["role"] == "system" else None
 
 
-def check_inputs(config: JobConfig) -> None:
+def check_inputs(config: JobConfig, run: RunDirectory | None = None) -> None:
     """Check the engine, every file in the config, the reward's components, and every tensor of the model.
+
+    Args:
+        config: config of the job.
+        run: the run that is resumed.
 
     Raises:
         UserError: something is missing. Nothing has been written or started yet.
@@ -111,7 +115,7 @@ def check_inputs(config: JobConfig) -> None:
             "the engine is not installed: run `make setup`, or in the clone "
             f"pip install '.[cpu]' && pip install --no-deps sglang=={SGLANG_VERSION}"
         )
-    spec = check_files(config)
+    spec = check_files(config, run)
     without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
     make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
     if config.model.path is not None and spec is not None:
@@ -123,8 +127,12 @@ def check_inputs(config: JobConfig) -> None:
     check_machine(config)
 
 
-def check_files(config: JobConfig) -> ModelSpec | None:
+def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec | None:
     """Check every file in the config, and whether the model can be partitioned as configured.
+
+    Args:
+        config: config of the job.
+        run: the run that is resumed; its copy of `sandbox.file` is checked if the file is gone.
 
     Returns:
         The model's spec; None if the job generates the model.
@@ -155,7 +163,7 @@ def check_files(config: JobConfig) -> ModelSpec | None:
             raise UserError(f"data.search_cache={cache}: no such file")
     _check_protocol(config)
     if config.sandbox.file is not None:
-        read_tool_file(config.sandbox.file, config.sandbox)
+        read_tool_file(config.sandbox.file, config.sandbox, run)
     return spec
 
 
@@ -216,8 +224,12 @@ def prepare(config: JobConfig, run: RunDirectory, log: Callable[[str], None] = l
     return data
 
 
-def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> list[str]:
+def write_tool_files(
+    config: JobConfig, run: RunDirectory, data: JobData, trained: RunDirectory | None = None
+) -> list[str]:
     """Write the tool service's config, and the facts of generated tasks as a search corpus; return notes for the user.
+
+    If `sandbox.file` is gone, the copy of the run `trained` is read; None: that of `run`.
 
     Raises:
         UserError: `sandbox.file` cannot be used.
@@ -228,7 +240,7 @@ def write_tool_files(config: JobConfig, run: RunDirectory, data: JobData) -> lis
         sources = [{"path": run.corpus.name, "format": "jsonl"}]
     elif cache := _search_cache(config):
         sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
-    return write_tool_config(config.sandbox, run, sources)
+    return write_tool_config(config.sandbox, run, sources, trained)
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:

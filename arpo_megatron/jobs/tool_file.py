@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arpo_megatron.config import SandboxConfig
+from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import atomic_write
@@ -35,13 +36,19 @@ _WITH_KEY_VARIABLE = ("search.web", "search.pages.summary", "browse.summary")
 _RELATIVE = ("./", "../")
 
 
-def write_tool_config(sandbox: SandboxConfig, run: RunDirectory, sources: Sequence[Mapping[str, str]]) -> list[str]:
+def write_tool_config(
+    sandbox: SandboxConfig,
+    run: RunDirectory,
+    sources: Sequence[Mapping[str, str]],
+    trained: RunDirectory | None = None,
+) -> list[str]:
     """Write the service's config and a copy of the user's file, unless both exist and the user's file is the same.
 
     Args:
         sandbox: the section of the job's config.
         run: the run directory.
         sources: the job's files to search; relative paths are relative to the run directory.
+        trained: the run whose copy of the user's file is read if the file is gone; None: `run`.
 
     Returns:
         Notes for the user.
@@ -49,42 +56,63 @@ def write_tool_config(sandbox: SandboxConfig, run: RunDirectory, sources: Sequen
     Raises:
         UserError: the user's file cannot be used.
     """
-    resumed, user = run.sandbox_config.exists(), Values()
+    resumed, user, gone = run.sandbox_config.exists(), Values(), list[str]()
     if sandbox.file is None:
         if resumed:
             return []
     else:
-        text, copy = _read_text(sandbox.file), run.sandbox_user_file
+        source, copy = _file_or_copy(sandbox.file, trained or run), run.sandbox_user_file
+        gone = [] if source == sandbox.file else [f"sandbox.file={sandbox.file} is gone: its copy {source} is used"]
+        text = _read_text(source)
         if resumed and copy.exists() and copy.read_text(encoding="utf-8") == text:
-            return []
-        user = read_tool_file(sandbox.file, sandbox)
+            return gone
+        user = read_tool_file(sandbox.file, sandbox, trained or run)
         with atomic_write(copy) as partial:
             partial.write_text(text, encoding="utf-8")
     with atomic_write(run.sandbox_config) as partial:
         partial.write_text(yaml_text(_merged(user, sandbox, sources)), encoding="utf-8")
-    return [f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"] if resumed else []
+    if sandbox.file is None or not resumed:
+        return gone
+    return [*gone, f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"]
 
 
-def read_tool_file(path: Path, sandbox: SandboxConfig) -> Values:
+def read_tool_file(path: Path, sandbox: SandboxConfig, run: RunDirectory | None = None) -> Values:
     """Return the values of a user's file, with absolute paths.
+
+    Args:
+        path: the file; relative paths in it are relative to its folder.
+        sandbox: the section of the job's config.
+        run: the run whose copy is read if the file is gone.
 
     Raises:
         UserError: the service refuses the file, it contains a secret, or it contradicts section `sandbox`.
     """
+    source = path if run is None else _file_or_copy(path, run)
     try:
-        values = load_yaml(_read_text(path))
+        values = load_yaml(_read_text(source))
     except NotYamlError:
         values = None  # `load_config` raises the message
     for where, name in _secrets(values):
         raise UserError(f"sandbox.file={path}: {where} is a secret, which no file may hold. {_fix(where, name)}")
     try:
-        load_config(path)
+        load_config(source)
     except ConfigError as error:
         raise UserError(f"sandbox.file={error}") from None
     _check_agreement(values or {}, path, sandbox)
     if sandbox.replicas > 1:
         _check_replicas(values or {}, path)
     return _with_absolute_paths(values or {}, path.resolve().parent)
+
+
+def with_tool_file(config: JobConfig, run: RunDirectory) -> JobConfig:
+    """Return a config to check, whose `sandbox.file` is the run's copy if the user's file is gone."""
+    if (file := config.sandbox.file) is None:
+        return config
+    return replace(config, sandbox=replace(config.sandbox, file=_file_or_copy(file, run)))
+
+
+def _file_or_copy(path: Path, run: RunDirectory) -> Path:
+    return run.sandbox_user_file if not path.exists() and run.sandbox_user_file.exists() else path
 
 
 def searches_per_s(sandbox: SandboxConfig) -> float | None:

@@ -38,9 +38,10 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
     Raises:
         UserError: an input is missing, or there is nothing to resume.
     """
-    check_inputs(config)
+    resumed = choose_run.existing(config) if resume else None
+    check_inputs(config, resumed)
     webhook_url(config.monitor)
-    run = choose_run.existing(config) if resume else choose_run.fresh(config)
+    run = resumed or choose_run.fresh(config)
     with hold_run(config, run) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
         code = code_version()

@@ -53,15 +53,15 @@ def check_isolation(config: JobConfig) -> list[str]:
     return [f"python calls are isolated at level {reached.level} only: {reached.warning} (docs/guides/security.md)"]
 
 
-def check_tools_of(config: JobConfig) -> list[str]:
-    """Check the tools of a job that has no run directory yet, as `check_tools` does. Nothing is left on the disk."""
+def check_tools_of(config: JobConfig, resumed: RunDirectory | None = None) -> list[str]:
+    """Check the tools of a job before it runs, as `check_tools` does. Nothing is left on the disk."""
     if config.rollout.environment != "verifiers" and not _has_own_tools(config):
         return []
     data = config.data
     facts = FAMILIES[data.kind].generate(config.seed, data.tasks, data.held_out).facts if data.is_generated else {}
     with tempfile.TemporaryDirectory(prefix="arpo-tool-check-") as folder:
         run = RunDirectory(Path(folder))
-        write_tool_files(config, run, JobData((), (), facts))
+        write_tool_files(config, run, JobData((), (), facts), resumed)
         return check_tools(config, run, names_log=False)
 
 

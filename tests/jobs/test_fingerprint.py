@@ -99,4 +99,6 @@ def test_changed_python_files_are_noted_once_and_do_not_end_the_run(config: JobC
         f"reward.kind={code}:score",
         f"sandbox.file: plugins[0]={tool}:Convert",
     ]
-    assert check_started_with(config, run) == []
+    run.sandbox_user_file.write_text(tools.read_text())
+    tools.unlink()
+    assert check_started_with(config, run) == [], "the run's copy names the same files"

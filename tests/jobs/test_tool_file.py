@@ -9,8 +9,11 @@ import yaml
 
 from arpo_megatron.config import SandboxConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.inputs import check_files
 from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
+from arpo_megatron.jobs.tool_file import read_tool_file, with_tool_file, write_tool_config
+from arpo_megatron.plan import GPUS, plan
 from tools_sandbox.config import McpServerConfig, PluginConfig, load_config
 
 CORPUS = [{"path": "corpus.jsonl", "format": "jsonl"}]
@@ -95,6 +98,26 @@ def test_config_is_written_again_only_for_a_changed_file(tmp_path: Path) -> None
     (note,) = write_tool_config(sandbox, run, CORPUS)
     assert "tools.yaml has changed" in note
     assert load_config(run.sandbox_config).workers == 2
+
+
+def test_copy_of_a_run_is_used_when_the_file_is_gone(tmp_path: Path) -> None:
+    run, evaluated = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "eval")
+    for path in (own := tmp_path / "own", run.path, evaluated.path):
+        path.mkdir()
+    sandbox = write(own / "tools.yaml", plugins=[{"name": "./tool.py:Convert"}])
+    write_tool_config(sandbox, run, CORPUS)
+    before = run.sandbox_config.read_text()
+    (own / "tools.yaml").unlink()
+    (note,) = write_tool_config(sandbox, run, CORPUS)
+    assert note == f"sandbox.file={own / 'tools.yaml'} is gone: its copy {run.sandbox_user_file} is used"
+    assert run.sandbox_config.read_text() == before
+    write_tool_config(sandbox, evaluated, CORPUS, run)
+    assert load_config(evaluated.sandbox_config).plugins == (PluginConfig(str(own / "tool.py:Convert")),)
+    config = resolve.resolve("quickstart", overrides=[f"sandbox.file={own / 'tools.yaml'}"])
+    check_files(config, run)
+    plan(with_tool_file(config, run), GPUS["h100-80"])
+    with pytest.raises(UserError, match="No such file"):
+        check_files(config)
 
 
 @pytest.mark.parametrize(
