@@ -20,10 +20,11 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Question file, or directory of a dataset.")],
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="Recipe with the limits of prompts and responses.")] = "reasoning_7b",
+    every: Annotated[bool, typer.Option("--all", help="Show every bad row, not only the first five.")] = False,
 ) -> None:
     """Show five prompts as the model gets them, lengths, bad rows, and the expected tokens of a step.
 
-    With model.path=DIR its chat template and tokenizer are used.
+    With model.path=DIR its chat template and tokenizer are used, and too long prompts are bad rows.
     """
     from arpo_megatron.jobs.inputs import JobData, load_tokenizer, write_tool_files
     from arpo_megatron.jobs.resolve import explicit_keys, override_layers, resolve
@@ -40,7 +41,7 @@ def check(
         run = RunDirectory(Path(folder))
         write_tool_files(config, run, JobData((), ()))
         check_tools(config, run)  # writes the definitions of tools that the job names
-        for line in describe_data(config, run, tokenizer):
+        for line in describe_data(config, run, tokenizer, every=every):
             print(line)
     sys.stdout.flush()
     next_command("arpo", "train", *job_words(recipe, given), "--dry-run")

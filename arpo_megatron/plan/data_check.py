@@ -23,7 +23,7 @@ _BYTES_PER_TOKEN = 4.0
 
 
 def describe_data(
-    config: JobConfig, run: RunDirectory | None, tokenizer: "PreTrainedTokenizerFast | None"
+    config: JobConfig, run: RunDirectory | None, tokenizer: "PreTrainedTokenizerFast | None", *, every: bool = False
 ) -> Iterator[str]:
     """Yield the lines of `arpo data check`.
 
@@ -31,6 +31,7 @@ def describe_data(
         config: the job, with `data.path`.
         run: has the definitions of the job's tools; None: prompts describe search and python.
         tokenizer: that of `model.path`; None: lengths are estimated and no prompt is too long.
+        every: show every bad row, not only the first ones.
 
     Raises:
         UserError: a file cannot be used.
@@ -41,7 +42,9 @@ def describe_data(
     kinds = Counter(task.source for task in tasks)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     yield f"{len(tasks)} questions ({named}), {len(bad)} bad row{'' if len(bad) == 1 else 's'}"
-    yield from _bad_rows(bad)
+    yield from _bad_rows(bad, len(bad) if every else SHOWN)
+    if tokenizer is None:
+        yield "no prompt was compared with data.max_prompt_tokens, so a long one counts as usable: give model.path=DIR"
     yield _lengths(config, tasks, tokenizer)
     yield _tokens(config)
     if tasks[0].messages[0]["role"] != "system":
@@ -52,17 +55,17 @@ def describe_data(
         yield task.prompt_text
 
 
-def _bad_rows(bad: Sequence[BadRow]) -> Iterator[str]:
-    for row in bad[:SHOWN]:
+def _bad_rows(bad: Sequence[BadRow], shown: int) -> Iterator[str]:
+    for row in bad[:shown]:
         yield f"  {row.where}: {row.reason}"
-    if len(bad) > SHOWN:
-        yield f"  and {len(bad) - SHOWN} more"
+    if len(bad) > shown:
+        yield f"  and {len(bad) - shown} more: --all shows them"
 
 
 def _lengths(config: JobConfig, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast | None") -> str:
     if tokenizer is None:
         lengths = [len(task.prompt_text.encode()) / _BYTES_PER_TOKEN for task in tasks]
-        note = f"estimated from {_BYTES_PER_TOKEN:g} bytes per token: give model.path=DIR"
+        note = f"estimated from {_BYTES_PER_TOKEN:g} bytes per token"
     else:
         lengths = [len(tokenizer.encode(task.prompt_text, add_special_tokens=False)) for task in tasks]
         note = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"

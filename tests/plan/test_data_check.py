@@ -38,6 +38,7 @@ def test_data_check_shows_prompts_lengths_bad_rows_and_tokens(
     shown = capsys.readouterr().out
     assert "40 questions (40 math), 1 bad row\n" in shown
     assert f"data.path={path}, line 41: no column" in shown
+    assert "no prompt was compared with data.max_prompt_tokens, so a long one counts as usable: give model" in shown
     assert "prompt tokens: median" in shown
     assert "expected tokens of a step: " in shown
     assert shown.count("\n--- q-") == 5
@@ -45,6 +46,11 @@ def test_data_check_shows_prompts_lengths_bad_rows_and_tokens(
     assert "no system prompt" in shown
     run_command(["data", "check", str(path), "rollout.system_prompt=arpo"])
     assert capsys.readouterr().out.count("wikipedia search tool and python") == 5
+    path.write_text(json.dumps(rows[0]) + "\n" + 7 * '{"question": "no answer?"}\n')
+    run_command(["data", "check", str(path)])
+    assert "line 6: no column" in (shown := capsys.readouterr().out) and "  and 2 more: --all shows them\n" in shown
+    run_command(["data", "check", str(path), "--all"])
+    assert "line 8: no column" in (shown := capsys.readouterr().out) and " more" not in shown
     path.write_text('{"text": "x"}\n')
     with pytest.raises(UserError, match=r"none of its 1 rows can be used; the first: no column prompt"):
         run_command(["data", "check", str(path)])
