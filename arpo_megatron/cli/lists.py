@@ -99,12 +99,14 @@ def tools(
 ) -> None:
     """List the tools that the service can offer: name, arguments, what turns them on.
 
-    Of an MCP server only the name is listed.
+    The MCP servers of the file are started for a moment to list their tools.
     """
     from importlib import metadata
 
+    from arpo_megatron.launch.tool_check import mcp_tools
     from tools_sandbox.catalog import ENTRY_POINTS, build_tools
     from tools_sandbox.config import ConfigError, ToolServiceConfig, load_config
+    from tools_sandbox.python_tool.tool import PythonTool
     from tools_sandbox.search.tool import SearchTool
 
     try:
@@ -120,7 +122,10 @@ def tools(
         rows.append((SearchTool.name, "query, k", "(off: it needs search.sources, or data that brings its own)"))
     if "browse" not in found:
         rows.append(("browse", "url", "(off: browse.enabled)"))
-    rows += [("", "", f"(MCP server {name}: its tools are known when it runs)") for name in config.mcp]
+    served = {} if file is None or not config.mcp else mcp_tools(file)
+    rows += [
+        (name, ", ".join(each["arguments"].get("properties", ())), each["description"]) for name, each in served.items()
+    ]
     used = {plugin.name for plugin in config.plugins}
     rows += [
         (entry.name, "", f"(off: add it to plugins; from {entry.value})")
@@ -128,7 +133,9 @@ def tools(
         if entry.name not in used
     ]
     print_table(("tool", "arguments", "description"), rows)
-    next_command("arpo", "train", "RECIPE", "sandbox.file=FILE", "rollout.tools=[search,python]")
+    offered = ",".join(sorted([*found, *served], key=lambda name: name == PythonTool.name))
+    given = [] if file is None else [f"sandbox.file={file}"]
+    next_command("arpo", "train", "RECIPE", *given, f"rollout.tools=[{offered}]")
 
 
 @app.command()

@@ -11,12 +11,14 @@ import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.prompts import needs_definitions, save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.tool_file import mcp_servers
 from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, check_loads
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
 from arpo_megatron.tasks.synthetic.families import FAMILIES
@@ -25,6 +27,7 @@ from arpo_megatron.utils.signals import run_in_loop
 from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient
 from tools_sandbox.config import TOKEN_VARIABLE
+from tools_sandbox.utils.yaml import yaml_text
 
 _OWN_PREFIX = "tools_sandbox: "
 """Start of the line in which the service names the reason why it cannot start."""
@@ -94,7 +97,9 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
     if not _has_own_tools(config):
         return []
     run.logs.mkdir(parents=True, exist_ok=True)
-    offered = _offered(config, run, run.logs / "sandbox_check.log", names_log)
+    log = run.logs / "sandbox_check.log"
+    source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
+    offered = _offered(run.sandbox_config, log, source, f" (log: {log})" if names_log else "")
     if named is not None:
         tools = select_tools(named, offered)
         if needs_definitions(config):
@@ -108,10 +113,20 @@ def _has_own_tools(config: JobConfig) -> bool:
     return config.rollout.tools is not None or config.sandbox.file is not None
 
 
-def _offered(config: JobConfig, run: RunDirectory, log: Path, names_log: bool) -> dict[str, dict[str, object]]:
-    """Return the service's tools by name (`AsyncSandboxClient.tools`)."""
+def mcp_tools(file: Path) -> dict[str, dict[str, Any]]:
+    """Start the MCP servers of a file, and return their tools by name. Raises UserError if one does not start."""
+    with tempfile.TemporaryDirectory(prefix="arpo-tools-") as folder:
+        config = Path(folder) / "tools.yaml"
+        values = {**mcp_servers(file), "python": {"isolation": "limits", "preload": []}}  # no python call is made
+        config.write_text(yaml_text(values), encoding="utf-8")
+        offered = _offered(config, Path(folder) / "log", f"--file {file}", "")
+    return {name: tool for name, tool in offered.items() if name not in DEFAULT_NAMES}
+
+
+def _offered(file: Path, log: Path, source: str, where: str) -> dict[str, dict[str, Any]]:
+    """Return the service's tools by name (`AsyncSandboxClient.tools`); an error names `source` and `where`."""
     token = secrets.token_hex(16)
-    command = [sys.executable, "-m", "tools_sandbox", "--config", str(run.sandbox_config)]
+    command = [sys.executable, "-m", "tools_sandbox", "--config", str(file)]
     with log.open("wb") as errors:
         service = subprocess.Popen(
             command,
@@ -135,12 +150,10 @@ def _offered(config: JobConfig, run: RunDirectory, log: Path, names_log: bool) -
         stop_groups([service])
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     reasons = [line.removeprefix(_OWN_PREFIX) for line in lines if line.startswith(_OWN_PREFIX)]
-    source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
     reason = (reasons or lines or ["it has ended without a message"])[-1]
-    where = f" (log: {log})" if names_log else ""
     raise UserError(f"the tool service does not start with {source}: {reason}{where}")
 
 
-async def _listed(url: str, token: str) -> dict[str, dict[str, object]]:
+async def _listed(url: str, token: str) -> dict[str, dict[str, Any]]:
     async with AsyncSandboxClient(url, token) as client:
         return await client.tools()
