@@ -126,7 +126,8 @@ class WebConfig:
     url: HttpAddress | None = None
     """Address of its endpoint. None: the provider's public one (searxng has none)."""
     key_variable: str | None = None
-    """Environment variable that holds the key, which serper and brave need. No file contains the key itself."""
+    """Environment variable that holds the key, which serper and brave need; searxng gets it as a bearer token. No file
+    contains the key itself."""
     requests_per_s: Rate = 5.0
     """Highest rate of requests that this service sends, including retries."""
     max_requests: Positive | None = None

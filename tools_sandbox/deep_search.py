@@ -36,7 +36,11 @@ _PROMPT = (
 
 
 class DeepSearchTool(SearchTool):
-    """The search tool, with the text of pages in place of snippets."""
+    """The search tool, with the text of pages in place of snippets.
+
+    A page that cannot be read is a property of the web, as in `browse`: its snippet is shown, and the call is "ok". A
+    call fails, which costs a branch, only if the search engine or the model that summarises fails.
+    """
 
     description = "Search the web and return the relevant part of the best matching pages."
 

@@ -3,7 +3,8 @@
 They were measured with another search engine, another judge and other seeds. Averages and deep-search values were found
 in two independent places or in the authors' own abstract. Cells of table 1 come from later papers that repeat them:
 mathematics from RAPO (arXiv 2603.03078, table 1), multi-hop questions from APPO (arXiv 2606.12384). All ten are known
-for ARPO on Qwen2.5-7B; their mean is the published average. Cells without a source are left out.
+for ARPO on Qwen2.5-7B; their mean is the published average. Cells without a source are left out: the README of the
+released code has no tables, and the paper's own tables could not be read.
 """
 
 from collections.abc import Mapping

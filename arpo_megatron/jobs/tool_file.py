@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.errors import UserError
@@ -31,8 +32,10 @@ _CACHE_FILE, _COUNT_FILE = "tool_answers.sqlite", "paid_requests"
 _SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
 _ARGUMENT = re.compile(r"-{0,2}([\w.-]+)=.+", re.DOTALL)
 """An argument that sets an option: --NAME=VALUE."""
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _WITH_KEY_VARIABLE = ("search.web", "search.pages.summary", "browse.summary")
+_WITHOUT_KEY = ("search.dense.url", "browse.base_url")
 _RELATIVE = ("./", "../")
 
 
@@ -104,6 +107,12 @@ def read_tool_file(path: Path, sandbox: SandboxConfig, run: RunDirectory | None 
     return _with_absolute_paths(values or {}, path.resolve().parent)
 
 
+def mcp_servers(path: Path) -> Values:
+    """Return section `mcp` of a file that the service accepts, with absolute paths."""
+    section = (load_yaml(_read_text(path)) or {}).get("mcp") or {}
+    return _with_absolute_paths({"mcp": section}, path.resolve().parent)
+
+
 def with_tool_file(config: JobConfig, run: RunDirectory) -> JobConfig:
     """Return a config to check, whose `sandbox.file` is the run's copy if the user's file is gone."""
     if (file := config.sandbox.file) is None:
@@ -157,6 +166,16 @@ def _secrets(value: object, where: str = "", name: str = "") -> Iterator[tuple[s
             yield where, argument[1]
         elif _has_password(str(value)):
             yield where, "address"
+        elif parameter := _secret_parameter(str(value)):
+            yield where, parameter
+
+
+def _secret_parameter(text: str) -> str | None:
+    """Return the name of the first secret in the query of a web address (https://host/search?apikey=SECRET)."""
+    if (address := _ADDRESS.search(text)) is None:
+        return None
+    found = parse_qsl(urlsplit(address[0]).query)
+    return next((name for name, _ in found if _SECRET.search(name)), None)
 
 
 def _has_password(text: str) -> bool:
@@ -174,6 +193,8 @@ def _fix(where: str, name: str) -> str:
         return f"Put it into the environment, and name its variable in {'.'.join(where.split('.')[:2])}.env_from"
     if name == "address":
         return "Write the address without the password"
+    if where in _WITHOUT_KEY:
+        return f"Write the address without it: only {' and '.join(_WITH_KEY_VARIABLE)} read a key from the environment"
     return f"Let the tool read the environment variable {name.upper().replace('-', '_')}"
 
 

@@ -23,6 +23,7 @@ from arpo_megatron.config.io import save_config
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.plan import report
+from tests.tools_sandbox.test_added_tools import SERVER
 from tests.view.stored_run import STEPS, make_run
 
 Arpo = Callable[..., tuple[int, str, str]]
@@ -336,8 +337,14 @@ def test_view_of_a_cluster_listens_on_this_machine_only(arpo: Arpo) -> None:
 
 
 def test_list_of_tools_names_mcp_servers_and_the_file(arpo: Arpo, tmp_path: Path) -> None:
-    (tmp_path / "tools.yaml").write_text("mcp: {pages: {command: no-such-command}}\n")
-    assert "(MCP server pages: its tools are known when it runs)" in arpo("list", "tools", "--file", "tools.yaml")[1]
+    server = {**SERVER, "tools": ["reverse"]}
+    plugin = f"{Path(__file__).parents[2]}/examples/count_words_tool/src/count_words_tool/__init__.py:CountWords"
+    text = json.dumps({"mcp": {"arithmetic": server}, "plugins": [{"name": plugin}]})
+    (tmp_path / "tools.yaml").write_text(text)
+    code, listed, following = arpo("list", "tools", "--file", "tools.yaml")
+    assert code == 0 and re.search("^ *reverse +text", listed, re.MULTILINE) and "count_words" in listed
+    assert following == "next: arpo train RECIPE sandbox.file=tools.yaml 'rollout.tools=[count_words,reverse,python]'\n"
+    assert arpo("list", "tools")[2] == "next: arpo train RECIPE 'rollout.tools=[python]'\n", "search is off"
     (tmp_path / "tools.yaml").write_text("plugins: [{name: count_wrods}]\n")
     code, _, error = arpo("list", "tools", "--file", "tools.yaml")
     assert (code, '--file tools.yaml: plugins: no installed package offers "count_wrods"' in error) == (2, True)

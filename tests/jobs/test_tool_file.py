@@ -51,7 +51,16 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
 
 
 def test_addresses_and_arguments_without_a_secret_are_accepted(tmp_path: Path) -> None:
-    args = ["--tokens=9", "--key-file=k", "--url=http://host:80/a:b@c", "key", "--token", "--verbose", "a=b=c"]
+    args = [
+        "http://h/?tokens=9&q=token#token=no",
+        "--tokens=9",
+        "--key-file=k",
+        "--url=http://host:80/a:b@c",
+        "key",
+        "--token",
+        "--verbose",
+        "a=b=c",
+    ]
     sandbox = write(tmp_path / "tools.yaml", mcp={"a": {"command": "x", "args": args}})
     read_tool_file(tmp_path / "tools.yaml", sandbox)
 
@@ -138,6 +147,16 @@ def test_copy_of_a_run_is_used_when_the_file_is_gone(tmp_path: Path) -> None:
         ({"mcp": {"a": {"command": "x", "args": ["-v", "--token=s3cret"]}}}, ["mcp.a.args.1", "mcp.a.env_from"]),
         ({"mcp": {"a": {"command": "x", "args": ["--api-key", "s3cret"]}}}, ["mcp.a.args.1", "mcp.a.env_from"]),
         ({"mcp": {"a": {"command": "x", "args": ["--db=pg://me:s3cret@host/x"]}}}, ["mcp.a.args.0", "mcp.a.env_from"]),
+        (
+            {"search": {"web": {"provider": "searxng", "url": "https://h/search?q=a&apikey=s3cret"}}},
+            ["search.web.url", "write search.web.key_variable: WEB_API_KEY"],
+        ),
+        (
+            {"browse": {"summary": {"url": "http://h/v1?api_key=s3cret"}}},
+            ["browse.summary.key_variable: SUMMARY_API_KEY"],
+        ),
+        ({"search": {"dense": {"url": "http://h/?token=s3cret"}}}, ["search.dense.url", "read a key from the env"]),
+        ({"mcp": {"a": {"command": "x", "args": ["--at=http://h/?a=b&token=s3cret"]}}}, ["mcp.a.env_from"]),
         ({"browse": {"base_url": "https://me:s3cret@mirror/wiki/"}}, ["browse.base_url", "without the password"]),
     ],
 )

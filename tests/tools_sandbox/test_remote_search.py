@@ -103,7 +103,10 @@ def test_each_engine_is_queried_in_its_format(engine: FakeEngine, monkeypatch: p
     text, request, body = search(engine="web", web=brave)
     assert (text, body["q"]) == ("Page 1: Lem wrote it", "solaris")
     assert request.headers["X-Subscription-Token"] == "the key"
-    text, _, body = search(engine="web", web=WebConfig("searxng", url=f"{engine.url}/searxng"))
+    text, request, body = search(engine="web", web=WebConfig("searxng", url=f"{engine.url}/searxng"))
+    assert "Authorization" not in request.headers
+    private = WebConfig("searxng", url=f"{engine.url}/searxng", key_variable="KEY")
+    assert search(engine="web", web=private)[1].headers["Authorization"] == "Bearer the key"
     assert (text, body) == ("Page 1: Lem wrote it", {"q": "solaris", "format": "json"})
     text, _, body = search(engine="dense", dense=DenseConfig(f"{engine.url}/dense"))
     assert (text, body) == ("Page 1: Solaris: by Lem", {"queries": ["solaris"], "topk": 2})

@@ -140,14 +140,14 @@ class WebEngine:
 
     def _key_headers(self) -> dict[str, str]:
         header, variable = self._provider.key_header, self._config.key_variable
-        if header is None:
-            return {}
         if variable is None:
+            if header is None:
+                return {}
             raise ConfigError(f"search.web.key_variable: {self._config.provider} needs a key; name its variable")
         key = os.environ.get(variable)
         if not key:
             raise ConfigError(f"search.web.key_variable: the environment variable {variable} is not set")
-        return {header: key}
+        return {header: key} if header is not None else {"Authorization": f"Bearer {key}"}
 
     async def start(self) -> None:
         """Open the HTTP session in the running event loop."""
