@@ -18,6 +18,8 @@ MODULES = (
     "tokens.js",
     "text.js",
     "trees.js",
+    "keys.js",
+    "theme.js",
     "main.js",
 )
 """In an order in which each module comes after those that it imports."""

@@ -20,6 +20,8 @@ _SUMMARY = (
     *("task_id", "leaves", "forks", "rewards", "unique_tokens", "flat_tokens", "grow_seconds", "dropped", "replayed"),
     *(f"segments.list.element.{name}" for name in ("finish", "tool.status", "tool.seconds")),
 )
+HELD_OUT = "held-out-"
+"""Precedes the step of an evaluation in an address."""
 _NO_ERROR = ("ok", LIMIT, REPEATED)
 """Statuses of tool calls that did not fail: the last two were not made."""
 _REPLACEMENT = "\ufffd"
@@ -95,24 +97,29 @@ def _summary(number: int, row: Row) -> Row:
     }
 
 
-def tree_counts(run: RunDirectory, cache: FileCache) -> dict[int, int]:
-    """Return the number of stored trees of each step; damaged ones do not count."""
-    return {step: len(_tasks(run, step, cache)) for step in train_steps(run)}
+def tree_counts(run: RunDirectory, cache: FileCache) -> dict[str, int]:
+    """Return the number of stored trees of each step, those of evaluations included; damaged ones do not count."""
+    return {step: len(_tasks(run, step, cache)) for step in _all_steps(run)}
 
 
 def task_steps(run: RunDirectory, task: str, cache: FileCache) -> list[Row]:
     """Return the stored trees of one task: step, number in the step, and mean reward. Damaged ones are left out."""
     return [
-        {"step": str(step), "tree": number, "reward": reward}
-        for step in train_steps(run)
+        {"step": step, "tree": number, "reward": reward}
+        for step in _all_steps(run)
         for number, other, reward in _tasks(run, step, cache)
         if other == task
     ]
 
 
-def _tasks(run: RunDirectory, step: int, cache: FileCache) -> list[tuple[int, str, float | None]]:
+def _all_steps(run: RunDirectory) -> list[str]:
+    """Return every step with stored trees, in the form that `tree_file` reads."""
+    return [*map(str, train_steps(run)), *(f"{HELD_OUT}{step}" for step in held_out_steps(run))]
+
+
+def _tasks(run: RunDirectory, step: str, cache: FileCache) -> list[tuple[int, str, float | None]]:
     try:
-        rows: list[tuple[int, str, float | None]] = cache.get(step_file(run, step), _read_tasks)
+        rows: list[tuple[int, str, float | None]] = cache.get(tree_file(run, step), _read_tasks)
     except UserError:
         return []
     return rows

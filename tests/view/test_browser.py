@@ -30,6 +30,7 @@ from tests.view.test_grow import ANSWER, NOWHERE, RunCodec
 pytestmark = pytest.mark.slow_campaign
 
 DRAWN = "document.querySelector('svg.tree')"
+TEXT = "document.body.textContent"
 CURVES = "document.querySelector('.chart path.line')"
 
 
@@ -141,6 +142,64 @@ def test_damaged_files_and_trees_are_named(run: RunDirectory) -> None:
             await page.open(f"{address}#/trees/run/{STEPS}", DRAWN)
             assert await page.value("document.querySelectorAll('.list li').length") == 2
             assert "Tree 1 is damaged: rewards is null." in await page.value("document.body.textContent")
+
+        with_browser(work)
+
+
+def test_damaged_file_of_trees_is_named_next_to_the_other_steps(run: RunDirectory) -> None:
+    step_file(run, 2).write_text("PAR1")
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/2", "document.querySelector('.problem')")
+            assert "step_000002.parquet is not a file of trees" in await page.value(TEXT)
+            await page.press("]")
+            await page.until(f"location.hash.includes('/3') && {DRAWN}")
+            await page.press("[")
+            await page.until("document.querySelector('.problem')")
+            await page.until("document.querySelector('[data-key=\"select step\"]').value == '2'")
+            page.problems.clear()  # Chromium logs the answer 404
+
+        with_browser(work)
+
+
+def test_permalink_to_what_is_not_there_says_so(run: RunDirectory) -> None:
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            for place, note in (
+                ("trees/run/9/1", f"No trees of step 9 are here; these are those of step {STEPS}."),
+                ("trees/run/held-out-3", "No trees of held-out tasks after step 3 are here"),
+                ("trees/run/1/99", "No tree 99 of step 1 is here; this is tree 0."),
+                ("trees/other/1/0", "No run other is shown here; this is run."),
+                ("run/other", "No run other is shown here; this is run."),
+            ):
+                await page.open(f"{address}#/{place}", f"{TEXT}.includes('{note}')")
+            await page.open(f"{address}#/trees/run/1/99", DRAWN)
+            await page.press("j")
+            await page.until("!document.querySelector('#main .note')")
+
+        with_browser(work)
+
+
+def test_keys_that_are_pressed_while_a_tree_loads_count(run: RunDirectory) -> None:
+    slow = """
+        window.fetch = async (...given) => {
+            if (/trees.\\d+.\\d/.test(window.asked = given[0])) await new Promise((done) => setTimeout(done, 1500));
+            return own(...given);
+        };
+    """
+    with served(run.path) as address:
+
+        async def work(page: Page) -> None:
+            await page.open(f"{address}#/trees/run/1/0", DRAWN)
+            await page.value(f"(() => {{ const own = window.fetch; {slow} }})()")
+            await page.press("]")
+            await page.until("window.asked.endsWith('trees/2/0')")
+            await page.press("j")
+            await page.press("j")
+            assert await page.value("location.hash") == "#/trees/run/2/2"
+            await page.until("document.querySelector('[data-key=\"tree 2\"]').getAttribute('aria-current') === 'true'")
 
         with_browser(work)
 

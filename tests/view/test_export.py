@@ -75,9 +75,11 @@ def test_exported_trees_are_capped_and_counted(pages: Pages, tmp_path: Path) -> 
     _, data = parsed(tmp_path / "page.html")
     assert data[""]["runs"] == ["one", "two"]
     kept = [key for key in data if re.fullmatch(r"one/trees/\d+/\d+", key)]
-    assert 0 < len(kept) <= 4
-    stored = 4 * 3 + 2 * 3
-    all_kept = [key for key in data if re.fullmatch(r"\w+/trees/\d+/\d+", key)]
+    held_out = [key for key in data if re.fullmatch(r"one/trees/held-out-\d+/\d+", key)]
+    assert 0 < len(kept) + len(held_out) <= 4 and len(kept) == len(held_out)
+    assert data["one"]["held_out_tree_steps"] == [1, 4]
+    stored = 4 * 3 + 2 * 3 + 3 * 3  # of the steps of both runs, and of three evaluations
+    all_kept = [key for key in data if re.fullmatch(r"\w+/trees/[\w-]+/\d+", key)]
     assert data[""]["export"]["trees_left_out"] == stored - len(all_kept)
     assert [
         f"one/trees/{step}/{row['number']}" for step in data["one"]["tree_steps"] for row in data[f"one/trees/{step}"]

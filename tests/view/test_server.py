@@ -111,6 +111,8 @@ def test_tree_page_has_the_stored_tree(client: TestClient, run: RunDirectory) ->
     assert [leaf["reward"] for leaf in unfinished["leaves"]] == [None] * 3
     assert client.get("/data/run/trees/held-out-4/0").json()["leaves"][0]["reward"] == 1.0
     assert [row["step"] for row in client.get("/data/run/task/sum-2").json()] == ["1", "2", "3", "4"]
+    held_out = client.get("/data/run/task/held-1").json()
+    assert [(row["step"], row["reward"]) for row in held_out] == [("held-out-1", 0.0), (f"held-out-{STEPS}", 1.0)]
 
 
 def test_task_whose_id_has_slashes_has_an_address(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ export function clock(time) {
   }:${pad(date.getSeconds())}`;
 }
 
+/** Return the name of a step in an address: N, or held-out-N for the evaluation after it. */
+export function stepName(step) {
+  return step.startsWith("held-out-") ? `held-out tasks after step ${step.slice(9)}` : `step ${step}`;
+}
+
 export function mean(values) {
   const known = values.filter((value) => value !== null && value !== undefined);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;

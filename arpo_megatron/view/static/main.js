@@ -3,20 +3,12 @@ import { h, hint, show } from "./dom.js";
 import { exported, growAt, load, LoadError } from "./data.js";
 import { COLORS, runPage } from "./run.js";
 import { chosenRows, treePage } from "./trees.js";
-import { plural } from "./format.js";
-import { shapeOf } from "./drawing.js";
-import { nextShade } from "./tokens.js";
+import { plural, stepName } from "./format.js";
+import { keyChanges, KEYS } from "./keys.js";
+import { nextTheme, themeName } from "./theme.js";
 
 const EVERY = 3000;
-const KEYS = [
-  ["j / k", "next or previous tree"],
-  ["n / p", "next or previous trajectory"],
-  ["[ / ]", "previous or next step"],
-  ["f", "tree or flattened"],
-  ["s", "next shade of the tokens"],
-  ["g", "run page or trees"],
-  ["?", "these keys"],
-];
+const PATH = ["kind", "name", "missing", "step", "tree"]; // the others are the query of an address
 const main = document.getElementById("main"), header = document.getElementById("header");
 const now = { runs: [], pages: {}, error: null, treeKey: null, current: null, help: false };
 
@@ -32,6 +24,7 @@ function route() {
     ...params,
     kind: kind === "trees" ? "trees" : "run",
     name: now.runs.includes(name) ? name : now.runs[0],
+    missing: name && !now.runs.includes(name) ? name : undefined,
     step,
     tree: tree === undefined ? null : Number(tree),
   };
@@ -43,7 +36,8 @@ function href(to) {
     : ["run", to.name];
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(to)) {
-    if (!["kind", "name", "step", "tree"].includes(key) && value !== null && value !== undefined) query.set(key, value);
+    if (PATH.includes(key) || value === null || value === undefined) continue;
+    query.set(key, value);
   }
   const text = query.toString();
   return `#/${path.filter((part) => part !== undefined).map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
@@ -114,7 +108,7 @@ function drawHeader(at) {
         { class: `live${now.error ? " off" : ""}`, title: now.error ?? "The page follows the run" },
         now.error ? "no connection" : "live",
       ),
-      h("button", { class: "plain", "data-key": "theme", onclick: nextTheme }, themeName()),
+      h("button", { class: "plain", "data-key": "theme", onclick: changeTheme }, themeName()),
       h("button", {
         class: "plain",
         "data-key": "help",
@@ -173,7 +167,9 @@ async function refresh() {
     if (turn !== now.turn) return;
     drawHeader(here);
     if (content.signature !== now.current) {
-      show(main, exportNote(), ...[content.draw()].flat());
+      const lost = here.missing ? [`No run ${here.missing} is shown here; this is ${here.name}.`] : [];
+      const notes = [...lost, ...(content.notes ?? [])].map((text) => h("p", { class: "note", role: "status" }, text));
+      show(main, exportNote(), ...notes, ...[content.draw()].flat());
       now.current = content.signature; // not earlier: another turn may have overtaken this one before it was shown
     }
     document.title = `${here.name} · arpo view`;
@@ -227,6 +223,16 @@ async function runContent(at) {
   return { signature, draw };
 }
 
+/** Return the answer at an address and no fault, or `instead` and the server's words: a damaged file is named. */
+async function loadOr(instead, ...address) {
+  try {
+    return [await load(...address), null];
+  } catch (error) {
+    if (!(error instanceof LoadError) || error.offline) throw error;
+    return [instead, error.message];
+  }
+}
+
 async function treeContent(at) {
   const page = now.pages[at.name],
     steps = [...page.tree_steps.map(String), ...page.held_out_tree_steps.map((step) => `held-out-${step}`)];
@@ -242,22 +248,27 @@ async function treeContent(at) {
     : page.tree_steps.length
     ? String(page.tree_steps[page.tree_steps.length - 1])
     : steps[0];
-  const rows = await load(at.name, "trees", step);
+  const [rows, rowsFault] = await loadOr([], at.name, "trees", step);
+  const notes = at.step === undefined || step === at.step
+    ? []
+    : [`No trees of ${stepName(at.step)} are here; these are those of ${stepName(step)}.`];
   const chosen = chosenRows(rows, at),
-    number = rows.some((row) => row.number === at.tree)
-      ? at.tree
+    asked = notes.length ? null : at.tree,
+    number = rows.some((row) => row.number === asked)
+      ? asked
       : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
   const key = JSON.stringify([at.name, step, number]);
+  if (asked !== null && asked !== number && !rowsFault) {
+    notes.push(`No tree ${asked} of ${stepName(step)} is here${number === null ? "" : `; this is tree ${number}`}.`);
+  }
+  const query = { ...at, step, tree: number, missing: undefined };
   // A stored tree does not change, and a large one takes seconds: it is not asked for again.
-  const tree = number === null
-    ? null
-    : now.loaded?.key === key
-    ? now.loaded.tree
-    : await load(at.name, "trees", step, number);
-  now.loaded = { key, tree };
-  const tasks = tasksOf(at.name, tree);
-  const query = { ...at, step, tree: number };
-  const signature = JSON.stringify([query, steps, main.clientWidth, now.drawn, tasks]);
+  const known = number === null ? null : now.loaded?.key === key ? now.loaded.tree : undefined;
+  if (known === undefined) now.tree = { query, rows: chosen, tree: null, steps }; // for keys pressed while it loads
+  const [tree, treeFault] = known === undefined ? await loadOr(null, at.name, "trees", step, number) : [known, null];
+  now.loaded = treeFault ? null : { key, tree };
+  const tasks = tasksOf(at.name, tree), fault = rowsFault ?? treeFault;
+  const signature = JSON.stringify([query, at.missing, steps, main.clientWidth, now.drawn, tasks, notes, fault]);
   const growing = now.grow
     ? {
       state: now.growing?.key === key ? now.growing : {},
@@ -278,6 +289,7 @@ async function treeContent(at) {
       query,
       tree,
       tasks,
+      fault,
       growing,
       fresh,
       width: main.clientWidth - (window.innerWidth > 900 ? 360 : 28),
@@ -286,7 +298,7 @@ async function treeContent(at) {
       href: (changes) => href({ ...query, ...changes }),
     });
   };
-  return { signature, draw };
+  return { signature, draw, notes };
 }
 
 /** Sample continuations of a tree's segment, and show them. */
@@ -309,7 +321,8 @@ async function grow(name, step, number, key, segment, count) {
 /** Return where else a task is stored. A long run takes seconds for that: the page is drawn again when it is known. */
 function tasksOf(name, tree) {
   if (!tree || exported) return [];
-  const key = JSON.stringify([name, tree.task, now.pages[name].tree_steps.length]);
+  const { tree_steps: trained, held_out_tree_steps: heldOut } = now.pages[name];
+  const key = JSON.stringify([name, tree.task, trained.length, heldOut.length]);
   if (now.tasks?.key !== key) {
     now.tasks = { key, found: [] };
     load(name, "task", tree.task).then((found) => {
@@ -322,23 +335,8 @@ function tasksOf(name, tree) {
   return now.tasks.found;
 }
 
-function themeName() {
-  return { light: "colors: light", dark: "colors: dark" }[document.documentElement.dataset.theme] ?? "colors: system";
-}
-
-function setTheme(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-  try {
-    localStorage.setItem("theme", theme ?? "");
-  } catch { /* a file may have no storage */ }
-}
-
-function nextTheme() {
-  setTheme(
-    { light: "dark", dark: null }[document.documentElement.dataset.theme] ??
-      (document.documentElement.dataset.theme ? null : "light"),
-  );
+function changeTheme() {
+  nextTheme();
   drawHeader(route());
 }
 
@@ -361,20 +359,8 @@ function press(event) {
     return;
   }
   if (at.kind !== "trees" || !now.tree) return;
-  const { query, rows, tree, steps } = now.tree;
-  const go = (list, current, by) => list[Math.max(0, Math.min(list.length - 1, list.indexOf(current) + by))];
-  const clean = { leaf: null, segment: null, vs: null };
-  const moves = {
-    j: () => ({ tree: go(rows.map((row) => row.number), query.tree, 1), ...clean }),
-    k: () => ({ tree: go(rows.map((row) => row.number), query.tree, -1), ...clean }),
-    "]": () => ({ step: go(steps, query.step, 1), tree: null, ...clean }),
-    "[": () => ({ step: go(steps, query.step, -1), tree: null, ...clean }),
-    n: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? -1, 1), segment: null }),
-    p: () => ({ leaf: go(shapeOf(tree).rows, query.leaf ?? 1, -1), segment: null }),
-    f: () => ({ flat: query.flat === 1 ? null : 1 }),
-    s: () => ({ shade: nextShade(query.shade ?? "entropy") }),
-  };
-  if (moves[event.key]) change({ ...query, ...moves[event.key]() });
+  const changes = now.tree.query.name === at.name ? keyChanges(event.key, at, now.tree) : undefined;
+  if (changes) change(changes);
 }
 
 let resized;
@@ -388,9 +374,6 @@ window.addEventListener("resize", () => {
   clearTimeout(resized);
   resized = setTimeout(refresh, 150);
 });
-try {
-  if (localStorage.getItem("theme")) document.documentElement.dataset.theme = localStorage.getItem("theme");
-} catch { /* no storage */ }
 await refresh();
 if (!exported) {
   setInterval(() => {

@@ -1,6 +1,6 @@
 // The tree page: the list of a step's trees with filters, and one tree with its texts.
 import { h } from "./dom.js";
-import { duration, mean, number, plural, signed, whole } from "./format.js";
+import { duration, mean, number, plural, signed, stepName, whole } from "./format.js";
 import { drawing, rewardColor, savings, shapeOf } from "./drawing.js";
 import { trajectoryText } from "./text.js";
 import { foldTexts, SHADES } from "./tokens.js";
@@ -63,9 +63,9 @@ function strip(rewards) {
 function list(view) {
   const { page, query } = view, rows = chosenRows(view.rows, query), known = wholeTrees(view.rows);
   const steps = [
-    ...page.tree_steps.map((step) => [String(step), `step ${step}`]),
-    ...page.held_out_tree_steps.map((step) => [`held-out-${step}`, `held-out tasks after step ${step}`]),
-  ];
+    ...page.tree_steps.map(String),
+    ...page.held_out_tree_steps.map((step) => `held-out-${step}`),
+  ].map((step) => [step, stepName(step)]);
   return h(
     "aside",
     { class: "list" },
@@ -110,7 +110,9 @@ function list(view) {
     ),
     rows.length
       ? h("ol", { "data-scroll": "list" }, rows.slice(0, MORE).map((row) => item(view, row)))
-      : h("p", { class: "quiet" }, "No tree of this step matches."),
+      : view.rows.length
+      ? h("p", { class: "quiet" }, "No tree of this step matches.")
+      : null,
     view.rows.filter((row) => row.damaged).map((row) =>
       h("p", { class: "problem" }, `Tree ${row.number} is damaged: ${row.damaged}.`)
     ),
@@ -143,14 +145,20 @@ function item(view, row) {
   );
 }
 
-/** Return the content of the tree page. view: that of `list`, and tree, tasks, width, rerender(). */
+/** Return the content of the tree page. view: that of `list`, and tree, fault (why there is none), tasks, width, ... */
 export function treePage(view) {
   return h(
     "div",
     { class: "trees" },
     list(view),
-    view.tree ? oneTree(view) : h("section", {}, h("p", { class: "quiet" }, "Choose a tree from the list.")),
+    view.tree ? oneTree(view) : h("section", {}, absence(view.fault)),
   );
+}
+
+function absence(fault) {
+  return fault
+    ? h("p", { class: "problem", role: "alert" }, fault)
+    : h("p", { class: "quiet" }, "Choose a tree from the list.");
 }
 
 function oneTree(view) {
@@ -286,9 +294,9 @@ function versions(tree) {
 
 /** Return at most 30 of the trees, those of the steps nearest to `step`, in the order of their steps. */
 export function nearest(found, step) {
-  const here = Number(String(step).replace("held-out-", ""));
-  const away = (one) => Math.abs(Number(one.step) - here);
-  return found.slice().sort((a, b) => away(a) - away(b)).slice(0, 30).sort((a, b) => a.step - b.step);
+  const at = (text) => Number(text.replace("held-out-", "")), here = at(step);
+  const away = (one) => Math.abs(at(one.step) - here);
+  return found.slice().sort((a, b) => away(a) - away(b)).slice(0, 30).sort((a, b) => at(a.step) - at(b.step));
 }
 
 function others(view) {
@@ -303,7 +311,8 @@ function others(view) {
       h(
         "a",
         { href: view.href({ step: one.step, tree: one.tree, leaf: null, segment: null, vs: null }) },
-        `step ${one.step} (mean ${signed(one.reward)})`,
+        one.step.replace(/^(held-out-)?/, (found) => (found ? "after step " : "step ")),
+        ` (mean ${signed(one.reward)})`,
       )
     ),
     found.length > near.length ? h("span", { class: "quiet" }, `${whole(found.length - near.length)} more`) : null,
