@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,16 @@ class MetricsLog:
         self._tensorboard = TensorBoardWriter(run_dir / "tensorboard", prefix) if monitor.tensorboard else None
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row of one step, `row["step"]` from 1. Values are numbers or text; NaN and infinity become null."""
+        """Write the row of one step, `row["step"]` from 1, with the time as `time`.
+
+        Values are numbers or text; NaN and infinity become null.
+        """
         plain = {key: _plain(value) for key, value in row.items()}
         step = int(row["step"])
         try:
             if step <= self._last_step:
                 _keep_before(self._path, step)
-            append_line(self._path, json.dumps(plain))
+            append_line(self._path, json.dumps({**plain, "time": round(time.time(), 3)}))
             self._last_step = step
         except OSError:
             self._lost_rows += 1

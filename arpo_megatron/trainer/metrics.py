@@ -35,6 +35,7 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success
     return {
         **reward_metrics(sampled, success_threshold),
         "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in sampled),
+        "groups_solved": groups_solved([*sampled, *step.left_out], success_threshold),
         **age_metrics([item.tree for item in sampled], step.step),
         "fork_chance": fork_chance([item.tree for item in sampled]),
         "cached_prompt_share": counters["cached_tokens"] / max(1, counters["prompt_tokens"]),
@@ -47,6 +48,12 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success
         **counters,
         **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in sampled]).items()},
     }
+
+
+def groups_solved(scored: Sequence[ScoredTree], success_threshold: float) -> int:
+    """Return the number of trees, trained or without signal, whose trajectories are all right."""
+    counted = [item for item in scored if item.dropped in (None, "no_signal")]
+    return sum(bool((item.accuracies > success_threshold).all()) for item in counted)
 
 
 def rollout_counters(step: StepInProgress) -> dict[str, float]:

@@ -73,13 +73,18 @@ def _no_signal(metrics: Sequence[Row], _config: Row) -> Advice | None:
     without = _sum(metrics, "groups_without_signal") + _sum(metrics, "dropped/no_signal")
     if not trees or without / trees <= 0.5:
         return None
-    return Advice(
-        "Most tasks teach nothing",
-        f"in {without / trees:.0%} of the recent trees all trajectories have the same reward or are equally correct",
-        "choose tasks by difficulty (algorithm.selector), or replace such trees (algorithm.drop_groups_without_signal)",
-        "groups_without_signal",
-        "docs/reference/algorithms.md",
-    )
+    solved = _sum(metrics, "groups_solved")
+    if 2 * solved > without:
+        title = "Most tasks are solved already"
+        detail = f"in {solved / trees:.0%} of the recent trees all answers are right"
+        remedy = "train on harder tasks, or leave out the solved ones (algorithm.selector)"
+    else:
+        title = "Most tasks teach nothing"
+        detail = (
+            f"in {without / trees:.0%} of the recent trees all trajectories have the same reward or are equally correct"
+        )
+        remedy = "train on easier tasks, select by difficulty (algorithm.selector), or begin with SFT (sft.steps)"
+    return Advice(title, detail, remedy, "groups_without_signal", "docs/reference/algorithms.md")
 
 
 def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:

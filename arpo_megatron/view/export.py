@@ -68,7 +68,7 @@ class _Chosen:
     """A tree of the file."""
 
     step: str
-    """As in `tree_page.tree_file`."""
+    """Its step in the form of `tree_page.tree_file`."""
     row: Row
     """Its summary."""
     tree: Any
@@ -81,8 +81,9 @@ def _choose(pages: Pages, name: str, steps: Sequence[int], held_out: Sequence[in
     """
     evaluations = [f"{HELD_OUT}{step}" for step in held_out]
     trained = [str(step) for step in steps]
-    places = [trained[-1:], evaluations[-1:], trained[:1], evaluations[:1], trained[len(trained) // 2 :][:1]]
-    wanted = list(dict.fromkeys(sum(places, [])))  # the most wanted first: they get the rest of a division
+    middle = trained[len(trained) // 2 :][:1]
+    # The most wanted come first: they get the rest of a division.
+    wanted = list(dict.fromkeys([*trained[-1:], *evaluations[-1:], *trained[:1], *evaluations[:1], *middle]))
     chosen: list[_Chosen] = []
     for place, step in enumerate(wanted):
         share = math.ceil((most - len(chosen)) / (len(wanted) - place))

@@ -79,11 +79,11 @@ def run_page(run: RunDirectory, cache: FileCache, now: float) -> dict[str, Any]:
         "phase": _phase(files.events) if state == "running" else None,
         "began": files.events[0]["time"] if files.events else None,
         "last_event": _last_event(files.events),
-        "metrics": _with_times(columns(files.metrics), files.events),
+        "metrics": columns(files.metrics),
         "sft": columns(files.sft),
         "evaluations": [_evaluation(row) for row in files.held_out],
         "held_out_changes": _changes(files.held_out),
-        "restarts": _restarts(files.events, steps),
+        "restarts": _restarts(files.events),
         "events": [_shown(event) for event in files.events if _is_shown(event)][-_EVENTS_SHOWN:],
         "advice": [each.to_dict() for each in advice(files.metrics, files.held_out, newest, files.config)],
         "damaged": [each.to_dict() for each in [*files.damage, *damage]],
@@ -118,7 +118,7 @@ def _read(run: RunDirectory, cache: FileCache) -> _Files:
 
     return _Files(
         config=rows(run.config, read_config)[0],
-        events=rows(run.events, read_events),
+        events=_of_job(rows(run.events, read_events)),
         metrics=rows(run.path / "metrics.jsonl", read_metrics),
         held_out=[row for path in sorted(run.held_out.glob("step_*.json")) for row in rows(path, read_evaluation)],
         sft=rows(run.path / "sft_metrics.jsonl", read_metrics),
@@ -166,14 +166,6 @@ def _model(files: _Files) -> str:
     return ", ".join([str(named), *sizes])
 
 
-def _with_times(found: dict[str, list[Any]], events: Sequence[Row]) -> dict[str, list[Any]]:
-    """Add `time`, seconds since the epoch at the end of each step. A repeated step has its last time."""
-    if not found:
-        return {}
-    times = {event["step"]: event["time"] for event in events if event["kind"] == "step" and "step" in event}
-    return {**found, "time": [times.get(step) for step in found["step"]]}
-
-
 def _phase(events: Sequence[Row]) -> str | None:
     return next((event["name"] for event in reversed(events) if event["kind"] == "phase"), None)
 
@@ -217,14 +209,23 @@ def _text(event: Row) -> str:
             return str(event.get("text", ""))
 
 
-def _restarts(events: Sequence[Row], steps: int) -> list[Row]:
-    """Return restarts of services and of the job until step `steps`, each with the steps finished before it."""
+def _of_job(events: Sequence[Row]) -> list[Row]:
+    """Return the events without restarts after the export, which are those of services of `arpo serve` or `eval`."""
+    found, exported = [], False
+    for event in events:
+        if event["kind"] == "phase":
+            exported = event["name"] == "export"
+        if not (exported and event["kind"] == "restart"):
+            found.append(event)
+    return found
+
+
+def _restarts(events: Sequence[Row]) -> list[Row]:
+    """Return restarts of services and of the job, each with the steps finished before it."""
     found, step = [], 0
     for event in events:
         if event["kind"] == "step":
             step = int(event["step"])
-        if step >= steps > 0:  # the services of `arpo serve` restart, too
-            continue
         died = event["kind"] == "restart" and event.get("state") == "down"
         if died or event.get("resumed"):
             service = str(event["service"]) if died else "job"

@@ -1,5 +1,7 @@
 """Replayed successes: the groups that get one, the number kept, and their survival in a checkpoint."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from arpo_megatron.algorithms.replay.base import StoredTrajectory, replace_traje
 from arpo_megatron.algorithms.replay.success_replay import SuccessReplay
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.trainer.metrics import reward_metrics
+from arpo_megatron.trainer.metrics import groups_solved, reward_metrics
 from arpo_megatron.tree import Role, RolloutTree
 
 PROMPT = [7, 8, 9]
@@ -57,6 +59,9 @@ def test_replayed_trajectories_do_not_count_in_reward_metrics() -> None:
     other = scored("b", [1.0, 0.0], step=5)
     assert mixed.rewards.sum() == 1.0
     assert reward_metrics([mixed, other], 0.5) == {"reward": 0.25, "success": 0.25, "format_ok": 0.25}
+    lost = replace(other, dropped="stale")
+    right = replace(other, accuracies=np.ones_like(other.accuracies), dropped="no_signal")
+    assert groups_solved([mixed, other, lost, right], 0.5) == 1
     assert np.isnan(reward_metrics([buffer.mix(scored("a", [0.0], step=6, first=90), 6)], 0.5)["reward"])
 
 

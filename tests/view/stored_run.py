@@ -121,8 +121,9 @@ def write_step(run: RunDirectory, metrics: MetricsLog, events: EventLog, step: i
     if step == 2:
         events.emit("restart", service="engine", state="down", number=1, text=f"engine died {HOSTILE}")
         events.emit("restart", service="engine", state="up", number=1, text="the engine answers")
-    if step == STEPS:  # of `arpo serve`
-        events.emit("restart", service="engine", state="down", number=1, text="engine died")
+    if step == STEPS:
+        events.emit("phase", name="export", step=step)
+        events.emit("restart", service="engine", state="down", number=1, text="engine of arpo serve died")
     if step in (1, STEPS):
         tasks = [Task(f"held-{number}", (), "4", "math", "What?") for number in range(3)]
         alone = [_one_path(task.id, right=number < step) for number, task in enumerate(tasks)]

@@ -60,6 +60,13 @@ def test_bad_metric_gets_its_advice_alone(bad: dict[str, Any], metric: str) -> N
     assert metrics_of(bad) == {metric}
 
 
+@pytest.mark.parametrize(("solved", "title"), [(11, "Most tasks are solved already"), (2, "Most tasks teach nothing")])
+def test_tasks_that_are_solved_are_told_apart_from_those_that_fail(solved: int, title: str) -> None:
+    bad = {**HEALTHY, "groups_without_signal": 12, "groups_solved": solved}
+    (found,) = advice([{"step": step, **bad} for step in range(1, 6)], [], [], {})
+    assert found.title == title
+
+
 def test_idle_engines_are_no_surprise_if_trees_grow_ahead() -> None:
     rows = [{"step": step, **HEALTHY, "seconds/rollout": 1.0} for step in range(1, 11)]
     assert advice(rows, [], [], {"rollout.max_staleness": 1}) == []

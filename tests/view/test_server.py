@@ -71,6 +71,7 @@ def test_run_page_has_what_the_run_recorded(client: TestClient) -> None:
     assert page["held_out_changes"]["gained"] == ["held-1", "held-2"]
     assert page["held_out_changes"]["lost"] == []
     assert [(each["service"], each["step"]) for each in page["restarts"]] == [("engine", 2)]
+    assert page["last_event"]["text"] == "export", "later restarts are those of arpo serve"
     assert page["tree_steps"] == [1, 2, 3, 4] and page["held_out_tree_steps"] == [1, STEPS]
     assert page["config"]["train.steps"] == STEPS
     assert {each["metric"] for each in page["advice"]} >= {"dropped/failed"}
