@@ -17,6 +17,7 @@ from tools_sandbox.answers import Failure, ToolResult
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MAX_ARGUMENTS = 1000
 _THREADS = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "tool")
 """Threads of `in_thread` only: other blocking work of the process, such as name resolution, cannot exhaust them."""
 
@@ -133,6 +134,8 @@ def check_arguments(tool: Tool, arguments: Mapping[str, object]) -> Any | str:
 
     Raises ToolBroken if the tool's schema cannot be applied.
     """
+    if len(arguments) > _MAX_ARGUMENTS:  # each unknown one would be an error of its own
+        return _bad_arguments(tool, f"more than {_MAX_ARGUMENTS} arguments", list(tool.schema().get("properties", {})))
     if isinstance(tool.arguments, Mapping):
         return _check_against_schema(tool, tool.arguments, arguments)
     try:

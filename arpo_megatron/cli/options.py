@@ -95,7 +95,7 @@ def complete_recipe(typed: str) -> list[str]:
 def complete_override(typed: str) -> list[str]:
     """Return the config keys that begin with the typed text."""
     from arpo_megatron.config import JobConfig
-    from arpo_megatron.jobs.resolve import config_keys
+    from arpo_megatron.config.io import config_keys
 
     return [f"{key}=" for key in config_keys(JobConfig) if key.startswith(typed)]
 

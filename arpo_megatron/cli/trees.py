@@ -45,7 +45,7 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
     chosen = rank_for_display(stored)[:count] if tree is None else [_numbered(stored, tree, path)]
     if not chosen:
         return
-    tokenizer = load_tokenizer(start_model(resolve.load(run.config), run, "sft"))
+    tokenizer = load_tokenizer(start_model(resolve.read(run.config), run, "sft"))
     pictures = [_picture(item, lambda ids: str(tokenizer.decode(ids))) for item in chosen]
     if svg is None:
         Console().print(Group(*pictures))
@@ -74,7 +74,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     run = RunDirectory(file.resolve().parent.parent)
     if config is None and not run.config.is_file():
         raise UserError(f"{file} is not in a run directory: give the run's config with --config")
-    job = resolve.load(config or run.config)
+    job = resolve.read(config or run.config)
     vocabulary_size = TokenizerCodec(start_model(job, run, "sft")).vocabulary_size
     policy = make_branch_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
     stored = read_trees(file)

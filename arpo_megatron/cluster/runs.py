@@ -19,6 +19,7 @@ from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import health
 from arpo_megatron.utils.json_lines import json_lines
+from arpo_megatron.utils.regular_files import read_regular
 
 _FOLLOW_INTERVAL_S = 1.0
 _STATE_INTERVAL_S = 3.0
@@ -118,7 +119,7 @@ def nodes_of(run: RunDirectory) -> int:
 
 def _progress(run: RunDirectory) -> str:
     """Describe the progress of the cold start until it is done, then of the ARPO loop."""
-    config = resolve.load(run.config)
+    config = resolve.read(run.config)
     updates, steps = config.sft.steps, config.train.steps
     if (done := run.steps_done) >= steps:
         return f"training is done ({done} steps)"
@@ -151,7 +152,7 @@ def _print_details(run: RunDirectory, state: slurm.JobState | None) -> None:
 
 
 def _last_events(run: RunDirectory, count: int) -> list[dict[str, Any]]:
-    lines = list(json_lines(run.events.read_bytes()))[-500:] if run.events.exists() else []
+    lines = list(json_lines(read_regular(run.events)))[-500:] if run.events.is_file() else []
     events = [event for _, event in lines if event is not None]
     return [event for event in events if event.get("kind") in ("note", "restart", "user_error")][-count:]
 
@@ -220,7 +221,7 @@ def print_log(
     while follow and not _logs_of(run, service) and not ended():
         time.sleep(_FOLLOW_INTERVAL_S)
     newest = log_of(run, service)
-    content = newest.read_bytes()
+    content = read_regular(newest)
     text = content.decode(errors="replace").splitlines(keepends=True)
     print("".join(text[-lines:] if lines else []), end="", flush=True)
     path, start = newest if follow else None, len(content)

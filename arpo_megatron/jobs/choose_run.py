@@ -92,7 +92,7 @@ def existing(config: JobConfig, base: Path = RUNS) -> RunDirectory:
         raise UserError(f"nothing to resume at {place}: there is no run. Start one, or set run_dir to an existing run")
     differences = []
     for run in runs:
-        difference = _difference(fixed_part(resolve.load(run.config)), fixed_part(config))
+        difference = _difference(fixed_part(resolve.read(run.config)), fixed_part(config))
         if not difference:
             return run
         differences.append(difference)

@@ -1,6 +1,5 @@
 """Resolution of a job's config: defaults, recipe, variants, file and overrides in layers, then validation."""
 
-import dataclasses
 import importlib
 import json
 import pkgutil
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from arpo_megatron import registry
 from arpo_megatron.algorithms.components import check_components
 from arpo_megatron.config import JobConfig
-from arpo_megatron.config.io import JOB, dump_config
+from arpo_megatron.config.io import JOB, config_keys, dump_config
 from arpo_megatron.config.yaml import parse_value, read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.registry import ExtensionPoint
@@ -297,21 +296,34 @@ def _absolute_file(name: str) -> str:
 
 def check(values: Mapping[str, Any]) -> JobConfig:
     """Validate plain values. Raises UserError with one line for the first error."""
-    try:
-        # From JSON, strict mode still accepts text for a path and a list for a tuple, but not true for 1.
-        job = JOB.validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        raise UserError(_one_line(error)) from None
+    job = _without_components(values)
     check_components(job)
     check_reward(job.reward, job.rollout.max_response_tokens)
     return job
 
 
+def _without_components(values: Mapping[str, Any]) -> JobConfig:
+    try:
+        # From JSON, strict mode still accepts text for a path and a list for a tuple, but not true for 1.
+        return JOB.validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise UserError(_one_line(error)) from None
+
+
 def load(path: Path) -> JobConfig:
     """Read and validate a config that `save_config` wrote. Raises UserError with a line that begins with the path."""
+    return _from_file(path, check)
+
+
+def read(path: Path) -> JobConfig:
+    """Read a config like `load`, but import none of the components that it names: the run may be another person's."""
+    return _from_file(path, _without_components)
+
+
+def _from_file(path: Path, validate: Callable[[Mapping[str, Any]], JobConfig]) -> JobConfig:
     values = read_yaml(path)
     try:
-        return check(values)
+        return validate(values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -383,11 +395,3 @@ def _key_hint(path: Sequence[str]) -> str:
     if found := [key for key, (*_, own) in every.items() if own == name]:
         return f"; did you mean {found[0]}?"
     return f"; keys{section and f' of {section}'}: {', '.join(same)}"
-
-
-def config_keys(owner: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields of a config class, sections included."""
-    for item in dataclasses.fields(owner):
-        yield prefix + item.name
-        if dataclasses.is_dataclass(item.type):
-            yield from config_keys(item.type, f"{prefix}{item.name}.")

@@ -18,6 +18,7 @@ from rich.table import Table
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import atomic_write, write_json
+from arpo_megatron.utils.regular_files import read_regular
 
 _WITH_METRICS = ("engine", "sandbox")
 """Beginnings of the names of services that answer /metrics."""
@@ -91,10 +92,10 @@ def read_health(run: RunDirectory) -> list[ServiceHealth]:
         UserError: no job with services is running there.
     """
     try:
-        health = json.loads(run.health.read_text(encoding="utf-8"))
+        health = json.loads(read_regular(run.health))
         if health["host"] == socket.gethostname():  # of a job on another node the file is all there is to see
             Path(f"/proc/{health['pid']}").stat()  # a killed job leaves the file
-    except FileNotFoundError:
+    except OSError:
         raise UserError(
             f"{run.path} has no services now: the job has ended, or is in its preparation or cold start"
         ) from None

@@ -151,7 +151,7 @@ def find_export(run: RunDirectory, out: Path | None, step: int | None) -> tuple[
     out = out or run.exports / f"step_{found}"
     if out.exists():
         raise UserError(f"{out} exists already: choose another --out")
-    check_model(resolve.load(run.config), run)
+    check_model(resolve.read(run.config), run)
     return found, out
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.atomic import append_line
 from arpo_megatron.utils.json_lines import json_lines
+from arpo_megatron.utils.regular_files import read_regular
 
 
 @dataclass(slots=True)
@@ -61,11 +62,10 @@ class EventReader:
 
     def new(self) -> list[dict[str, Any]]:
         """Return the events since the last call, without damaged lines."""
-        if not self.path.exists():
+        try:
+            data = read_regular(self.path, self.offset)
+        except OSError:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
         return [row for _, row in json_lines(whole) if row is not None]

@@ -63,7 +63,7 @@ def collect(runs: Sequence[RunDirectory]) -> "pd.DataFrame":
 
 
 def _run_rows(run: RunDirectory) -> list[dict[str, Any]]:
-    config = resolve.load(run.config)
+    config = resolve.read(run.config)
     columns = {"run": str(run.path), "seed": config.seed}
     first = config.algorithm.entropy_tokens
     return [{**columns, **row} for step in stored_steps(run) for row in _step_rows(run, step, first)]

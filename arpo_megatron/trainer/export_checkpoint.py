@@ -46,7 +46,7 @@ def checkpoint_path(run: RunDirectory, step: str) -> Path:
 def main() -> None:
     """Export the checkpoint that the command line names."""
     run, step, out = RunDirectory(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
-    config = resolve.load(run.config)
+    config = resolve.read(run.config)
     parallel.initialize(ParallelConfig(), config.seed)
     source, dtype = start_model(config, run, "train"), config.model.dtype
     spec = ModelSpec.from_hf(source)

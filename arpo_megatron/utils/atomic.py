@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.utils.regular_files import read_regular
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_json(path: Path, fix: str) -> dict[str, Any]:
     """Read a file of `write_json`. Raises UserError, with `fix` at its end, if it holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): {fix}") from None
     if not isinstance(content, dict):

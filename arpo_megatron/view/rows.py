@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError
 from arpo_megatron.utils.json_lines import json_lines
+from arpo_megatron.utils.regular_files import read_regular
 
 Row = dict[str, Any]
 
@@ -148,7 +149,7 @@ def _is_whole(value: object) -> bool:
 
 def _read_lines(path: Path, fault_of: Callable[[Row], str]) -> Content:
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError:
         return Content([])
     rows, faults = [], []
@@ -162,7 +163,7 @@ def _read_lines(path: Path, fault_of: Callable[[Row], str]) -> Content:
 
 def _read_object(path: Path, fault_of: Callable[[Row], str], name: str) -> Content:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except FileNotFoundError:
         return Content([])
     except (OSError, ValueError, RecursionError):

@@ -243,7 +243,7 @@ def decoder(run: RunDirectory, cache: FileCache) -> Decode | None:
     from tokenizers import Tokenizer
 
     try:
-        job = cache.get(run.config, resolve.load)
+        job = cache.get(run.config, resolve.read)
         tokenizer = cache.get(start_model(job, run, "sft") / "tokenizer.json", _load_tokenizer)
     except (UserError, OSError):
         return None

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from arpo_megatron.cli.main import app
 from arpo_megatron.cli.options import complete_override, complete_recipe
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.config.io import save_config
-from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.errors import UserError
+from arpo_megatron.jobs.resolve import load, read, resolve
 from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.plan import report
 from tests.tools_sandbox.test_added_tools import SERVER
@@ -302,6 +304,32 @@ def test_commands_that_look_at_a_run_unpickle_nothing_of_it(arpo: Arpo, tmp_path
         assert exit_code == 0 or len(error.splitlines()) == 1, error
     pickle.loads(code)
     assert mark.exists()
+
+
+def test_commands_that_look_at_a_run_import_no_file_that_it_names(arpo: Arpo, tmp_path: Path) -> None:
+    run, mark, code = make_run(tmp_path / "foreign"), tmp_path / "the code ran", tmp_path / "code.py"
+    code.write_text(f"open({str(mark)!r}, 'w')\n")
+    named = f"{code}:Any"
+    config = read(run.config)
+    config = replace(config, reward=replace(config.reward, kind=named), data=replace(config.data, reader=named))
+    save_config(replace(config, rollout=replace(config.rollout, protocol=named)), run.config)
+    (run.checkpoints / f"step_{STEPS}").mkdir(parents=True)
+    for command in ("status", "health", "logs", "trees", "view", "compare", "export"):
+        more = {"view": ["--html", "page.html"], "compare": [str(run.path)], "export": ["--dry-run"]}.get(command, [])
+        exit_code, _, error = arpo(command, str(run.path), *more)
+        assert not mark.exists(), command
+        assert exit_code == 0 or command in ("health", "export"), error
+    with pytest.raises(UserError):
+        load(run.config)
+    assert mark.exists()
+
+
+def test_status_waits_for_no_writer_of_a_pipe_in_a_run(arpo: Arpo, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "foreign")
+    for path in (run.events, run.metrics, run.result, run.inputs, run.health):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    assert arpo("status", str(run.path))[0] == 0
 
 
 def test_log_of_an_unknown_service_names_the_others(arpo: Arpo, stored: Path) -> None:

@@ -161,6 +161,23 @@ def test_mcp_answer_that_cannot_be_read_fails_at_once(careless: Any, name: str, 
     assert "invalid message" in careless.stderr()
 
 
+RAW_ANSWERS = {
+    "lone surrogate": (r'"id":$ID,"result":{"content":[{"type":"text","text":"a\ud800b"}]}', "ok", "a?b"),
+    "error without id": ('"id":null,"error":{"code":-32700,"message":"cannot read"}', "error", "cannot read"),
+}
+
+
+@pytest.mark.parametrize("kind", RAW_ANSWERS)
+def test_odd_mcp_answer_costs_neither_server_nor_time(careless: Any, kind: str) -> None:
+    content, status, text = RAW_ANSWERS[kind]
+    line = f'{{"jsonrpc":"2.0",{content}}}\n'.encode()
+    with SandboxClient(careless.url, retries=0) as client:
+        pid = client.call("pid", {}).text
+        answer = client.call("raw", {"hex": line.hex()}, timeout_s=20)
+        assert answer.status == status and text in answer.text, answer
+        assert client.call("pid", {}).text == pid
+
+
 def test_old_mcp_server_is_asked_once_for_newest_protocol(start_service: StartService) -> None:
     """A server that ignores the question costs ten seconds each time."""
     service = start_service({"mcp": {"careless": {"command": sys.executable, "args": [CARELESS]}}})

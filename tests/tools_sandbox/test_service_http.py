@@ -260,6 +260,7 @@ def test_token_guards_everything_but_health_and_description(start_service: Start
         pytest.param(f'"trajectory_id": "{"t" * 1001}"', id="long trajectory"),
         pytest.param(f'"{"k" * 10_000}": 1', id="long key"),
         pytest.param(", ".join(f'"k{n}": 1' for n in range(1000)), id="many keys"),
+        pytest.param(", ".join(f'"k{n}": 1' for n in range(100_000)), id="very many keys"),
     ],
 )
 def test_malformed_body_gets_short_reason(service: Any, fields: str) -> None:
@@ -269,6 +270,11 @@ def test_malformed_body_gets_short_reason(service: Any, fields: str) -> None:
     assert reply.json()["detail"][0]["msg"]
     assert len(reply.content) < 1000
     assert "Traceback" not in service.stderr()
+
+
+def test_very_many_arguments_get_short_answer(client: SandboxClient) -> None:
+    answer = client.call("python", {f"k{number}": 1 for number in range(2000)})
+    assert (answer.status, "more than 1000 arguments" in answer.text, len(answer.text) < 300) == ("error", True, True)
 
 
 def test_too_large_body_is_rejected_unread(service: Any, client: SandboxClient) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
 from arpo_megatron.utils.signals import Interrupted
+from arpo_megatron.utils.web_server import CommandServer
 from arpo_megatron.view.pages import Pages, to_json
 from arpo_megatron.view.runs import find_runs, is_locked
 from arpo_megatron.view.server import application, is_loopback, listen, serve
@@ -336,3 +338,29 @@ def test_json_has_no_markup_and_no_nan() -> None:
     assert to_json({"a": "<!--</script>"}) == b'{"a":"\\u003c!--\\u003c/script>"}'
     with pytest.raises(ValueError, match="JSON"):
         to_json(float("nan"))
+
+
+def test_strangers_cannot_fill_the_log_of_a_page(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, written = logging.getLogger("uvicorn.error"), list[str]()
+
+    def warn(*_: Any, **__: Any) -> None:
+        log.addHandler(Handler(written))  # the server's config has removed earlier ones
+        for _ in range(9):
+            log.warning("bad request")
+
+    monkeypatch.setattr(log, "filters", [])
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(CommandServer, "run", warn)
+    serve(pages, host="127.0.0.1", port=0, with_token=False)
+    assert len(written) == 4  # the 1st, 2nd, 4th and 8th
+
+
+class Handler(logging.Handler):
+    """Keeps the messages in a list."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())

@@ -15,7 +15,17 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
-from mcp.types import jsonrpc_message_adapter
+from mcp.types import (
+    INVALID_REQUEST,
+    PARSE_ERROR,
+    JSONRPCError,
+    JSONRPCMessage,
+    JSONRPCRequest,
+    JSONRPCResponse,
+    RequestId,
+    jsonrpc_message_adapter,
+)
+from pydantic import ValidationError
 
 from tools_sandbox.config import McpServerConfig
 from tools_sandbox.mcp.guard import guarded
@@ -26,6 +36,7 @@ _LINE_BYTES = 16 << 20
 """Longest message of a server."""
 _EXIT_S = 2.0
 """Seconds for a server to end after its standard input was closed."""
+_UNREAD = (PARSE_ERROR, INVALID_REQUEST)
 _GONE = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
 
 _Incoming = MemoryObjectSendStream[SessionMessage | Exception]
@@ -66,7 +77,8 @@ async def server_process(name: str, config: McpServerConfig, ended: asyncio.Even
             outgoing.close()
             ended.set()
 
-    works = (_receive(name, process, incoming), _send(process, outgoing))
+    pending = set[RequestId]()
+    works = (_receive(name, process, incoming, pending), _send(process, outgoing, pending))
     transfers = [asyncio.create_task(transfer(work)) for work in works]
     try:
         yield messages, requests
@@ -77,24 +89,48 @@ async def server_process(name: str, config: McpServerConfig, ended: asyncio.Even
         await _end(process)
 
 
-async def _receive(name: str, process: Process, incoming: _Incoming) -> None:
+async def _receive(name: str, process: Process, incoming: _Incoming, pending: set[RequestId]) -> None:
     assert process.stdout is not None
     try:
         while line := await process.stdout.readline():
             # Other lines are not addressed to a client: some servers print log lines.
             if line.lstrip().startswith((b"{", b"[")):
-                await incoming.send(SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False)))
+                await incoming.send(SessionMessage(_addressed(_parse(line), pending)))
     except _GONE:
         pass
-    except ValueError as error:  # of the parser, or of `readline` for a line that is too long
+    except (ValueError, RecursionError) as error:  # of the parser, or of `readline` for a line that is too long
         reason = " ".join(str(error).split())[:200]
         log.error("an MCP server wrote an invalid message", extra={"server": name, "reason": reason})
 
 
-async def _send(process: Process, outgoing: _Outgoing) -> None:
+def _parse(line: bytes) -> JSONRPCMessage:
+    """Return the message in a line, with `?` in place of lone surrogates, which the adapter does not accept."""
+    try:
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValidationError:
+        text = json.dumps(json.loads(line), ensure_ascii=False)
+        return jsonrpc_message_adapter.validate_json(text.encode("utf-8", "replace"), by_name=False)
+
+
+def _addressed(message: JSONRPCMessage, pending: set[RequestId]) -> JSONRPCMessage:
+    """Return the message, and remove the request that it answers from those that are pending.
+
+    JSON-RPC answers a request that the server cannot read with the id null. That is the only pending one, if there is
+    one. Other errors with this id answer a notification.
+    """
+    if isinstance(message, JSONRPCError) and message.id is None and len(pending) == 1 and message.error.code in _UNREAD:
+        message = message.model_copy(update={"id": next(iter(pending))})
+    if isinstance(message, JSONRPCError | JSONRPCResponse) and message.id is not None:
+        pending.discard(message.id)
+    return message
+
+
+async def _send(process: Process, outgoing: _Outgoing, pending: set[RequestId]) -> None:
     assert process.stdin is not None
     with suppress(*_GONE):
         async for message in outgoing:
+            if isinstance(message.message, JSONRPCRequest):
+                pending.add(message.message.id)
             # As ASCII: a model's text may hold lone surrogates, which UTF-8 cannot represent.
             text = json.dumps(message.message.model_dump(by_alias=True, exclude_unset=True))
             process.stdin.write(text.encode("ascii") + b"\n")

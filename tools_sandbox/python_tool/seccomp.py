@@ -103,11 +103,13 @@ _FADVICE = (0, 1, 2, 5)
 _REFUSED_MADVICE = (3, 12, 20, 21, 22)
 """WILLNEED and POPULATE_READ fill the machine's page cache. MERGEABLE shares pages with other processes. COLD and
 PAGEOUT also evict the page cache of files."""
-_FLUSHES = ("fsync", "fdatasync", "sync_file_range")
+_FLUSHES = ("fsync", "fdatasync", "sync_file_range", "msync")
 _CHANGES_OF_FILES = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "utimensat", "futimesat"),
 )
+_SYNC, _WRITE_SYNC = 0x101000, 0x6
+"""O_SYNC and O_DSYNC of a file; RWF_SYNC and RWF_DSYNC of one write."""
 _MAP_HUGETLB = 0x40000
 _SHARED_ANONYMOUS = 0x21
 _MSG_OOB = 1
@@ -203,6 +205,11 @@ def _checks() -> dict[str, list[bytes]]:
         "recvmmsg": _without_flags(3, _MSG_OOB),
         # Each would flush the disk of the machine, also for a file that is only read. Nothing of a call must last.
         **{name: [_op(_RETURN, _NOTHING_DONE)] for name in _FLUSHES},
+        "open": _without_flags(1, _SYNC),
+        "openat": _without_flags(2, _SYNC),
+        # Its flags are in memory. Callers fall back to openat.
+        "openat2": [_op(_RETURN, _ERRNO | errno.ENOSYS)],
+        "pwritev2": _without_flags(5, _WRITE_SYNC),
     }
 
 

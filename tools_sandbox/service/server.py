@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.types import Message, Receive
 
 from tools_sandbox.config import TOKEN_VARIABLE
@@ -30,6 +30,7 @@ log = logging.getLogger("tools_sandbox")
 _GRACE_S = 1
 """Seconds after the last call has ended until connections are cut, so that its answer can be sent."""
 _MAX_PROBLEMS = 5
+_MAX_KEYS = 1000
 _FULL_POLL_S = 0.01
 _SHUTDOWNS_PER_POLL = 16
 """Connections that are asked to close at a time while the service is full."""
@@ -55,6 +56,14 @@ class CallBody(BaseModel):
     deadline_s: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Seconds from now until the caller stops waiting."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_keys(cls, values: Any) -> Any:
+        # Each unknown key is an error of its own: a body with very many would keep the event loop busy for seconds.
+        if isinstance(values, dict) and len(values) > _MAX_KEYS:
+            raise ValueError(f"more than {_MAX_KEYS} keys")
+        return values
 
 
 class AnswerBody(BaseModel):
