@@ -78,8 +78,8 @@ def logs(
     service: Annotated[
         str | None,
         typer.Option(
-            help="Process of the job: train, sft, engine-0, sandbox, ...; on a cluster also job (its supervisor, the "
-            "default) and doctor. Default of a local run: the lines that its terminal showed."
+            help="Process of the job: train, sft, engine (or engine-0, ...), sandbox, ...; on a cluster also job (its "
+            "supervisor, the default) and doctor. Default of a local run: the lines that its terminal showed."
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,

@@ -18,11 +18,11 @@ from arpo_megatron.cli.options import (
     next_after_dry_run,
     next_command,
 )
+from arpo_megatron.serving import TOKEN_VARIABLE
 
 app = typer.Typer()
 
 DEFAULT_PORT = 8751
-TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
 Target = Annotated[
     str,
     typer.Argument(
@@ -86,7 +86,8 @@ def serve(
 
     def bind() -> tuple[socket.socket, str]:
         listening = listen(host, DEFAULT_PORT if port is None else port)
-        shown = f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  all addresses: none to name
+        shown = f"[{name}]" if ":" in name else name
         return listening, f"http://{shown}:{listening.getsockname()[1]}"
 
     run(ServeRequest(target, overrides or (), plain, secret, concurrency, model), bind)

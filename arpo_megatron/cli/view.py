@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from arpo_megatron.cli.options import Panel, complete_run, next_command, with_dry_run
-from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.errors import UserError
+from arpo_megatron.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from arpo_megatron.view.grow import Grower

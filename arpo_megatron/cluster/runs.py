@@ -13,10 +13,10 @@ from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import load_profile, profile_names
 from arpo_megatron.cluster.ssh import cluster_hint, login_node
 from arpo_megatron.cluster.submissions import command_jobs, job_states, job_states_of, live_jobs, submissions_of
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch import health
 from arpo_megatron.utils.json_lines import json_lines
 from arpo_megatron.utils.regular_files import read_regular
@@ -41,10 +41,13 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
         return run
     found = [run for run in _submitted(cluster) if run.path.name == name]
     if not found:
-        names = ", ".join(sorted(run.path.name for run in _submitted(cluster))) or "none"
+        submitted = [run.path.name for run in _submitted(cluster)]
+        local = [] if cluster else [path.parent.name for path in RUNS.glob("*/config.yaml")]
+        places = f"of the submitted ones ({', '.join(sorted(submitted)) or 'none'})"
+        places = places if cluster else f"in {RUNS.absolute()} or {places}"
         raise UserError(
-            f"no submitted run is called {name}; there are: {names}. Give its directory, or the --cluster that it was "
-            "submitted to"
+            f"no run {places} is called {name}{did_you_mean(name, [*submitted, *local]) or '.'} Give its directory, or "
+            "the --cluster that it was submitted to"
         )
     if len(found) > 1:
         raise UserError(
@@ -222,6 +225,8 @@ def print_log(
         time.sleep(_FOLLOW_INTERVAL_S)
     newest = log_of(run, service)
     content = read_regular(newest)
+    if not content:
+        print(f"{newest} is empty", file=sys.stderr)
     text = content.decode(errors="replace").splitlines(keepends=True)
     print("".join(text[-lines:] if lines else []), end="", flush=True)
     path, start = newest if follow else None, len(content)

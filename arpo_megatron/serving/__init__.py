@@ -2,3 +2,6 @@
 
 May import `evaluation` and the layers below it, and of `tools_sandbox` the client.
 """
+
+TOKEN_VARIABLE = "ARPO_SERVE_TOKEN"  # noqa: S105
+"""Environment variable with the token of a served agent."""

@@ -2,8 +2,8 @@
 
 `content` is what the model writes, its calls included. The extension field `tool_steps` has each call's name,
 arguments, result, status and seconds; in a stream it comes as `delta.tool_steps`. With `logprobs`, each token also has
-the extension field `entropy`, in nats. `warnings` names parameters without effect. `/v1/continuations` samples from the
-middle of a trajectory.
+the extension field `entropy`, in nats. `warnings` names parameters without effect and a last call that was not run.
+`/v1/continuations` samples from the middle of a trajectory.
 """
 
 import hmac
@@ -31,6 +31,7 @@ from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
 from arpo_megatron.serving.requests import ChatRequest, check_plain, read_request
+from arpo_megatron.tree import Finish
 from arpo_megatron.utils.own_names import is_own_name, is_same_origin
 from tools_sandbox.client import SandboxError
 
@@ -40,6 +41,11 @@ _REFUSED = (ValueError, EngineRefusedError)
 _UNAVAILABLE = (aiohttp.ClientError, SandboxError, EngineUnavailableError, TimeoutError)
 """A service cannot be reached."""
 _NO_SEED = "seed has no effect: equal seeds give equal answers only on a GPU with engine.deterministic=true"
+_NOT_RUN = {
+    Finish.MALFORMED: "the last tool call was not run: the model wrote no valid call",
+    Finish.CALL_LIMIT: "the last tool call was not run: the limit of calls is reached (rollout.max_tool_calls)",
+}
+"""Ends of an answer that its text alone does not explain."""
 _ANSWERS = "arpo_answers"
 """Key of a request's scope: the number of answers that it has in progress."""
 
@@ -93,9 +99,7 @@ def application(served: Served) -> Starlette:
         return JSONResponse({"object": "list", "data": [entry]})
 
     async def model(request: Request) -> Response:
-        if (wanted := request.path_params["model"]) != served.model:
-            return _error(404, f"no model {wanted!r} is served here; there is {served.model}")
-        return JSONResponse(entry)
+        return _no_model(served, request.path_params["model"]) or JSONResponse(entry)
 
     async def health(_: Request) -> Response:
         try:
@@ -123,7 +127,8 @@ def application(served: Served) -> Starlette:
         except ValueError as error:
             return _error(400, str(error))
         answers = wanted.n if isinstance(wanted, ContinuationRequest) else 1
-        if (refusal := _without_room(served, answers)) is not None:
+        model_of = wanted.model if isinstance(wanted, ChatRequest) else None
+        if (refusal := _no_model(served, model_of) or _without_room(served, answers)) is not None:
             return refusal
         served.running += answers
         request.scope[_ANSWERS] = answers
@@ -174,6 +179,13 @@ class _Guard:
             self.served.running -= scope.get(_ANSWERS, 0)
 
 
+def _no_model(served: Served, wanted: str | None) -> Response | None:
+    """Return the refusal of a request for another model; None if it names the served one, or none."""
+    if wanted in (None, served.model):
+        return None
+    return _error(404, f"no model {wanted!r} is served here; there is {served.model}", "model_not_found")
+
+
 def _without_room(served: Served, answers: int) -> Response | None:
     """Return the refusal of a request for more answers than may run at a time; None if there is room."""
     if answers > served.concurrency:
@@ -214,7 +226,8 @@ async def _answer(served: Served, wanted: ChatRequest) -> Response:
     logprobs = _logprobs(served, tokens) if wanted.logprobs else None
     choice = {"index": 0, "message": message, "finish_reason": ended.reason, "logprobs": logprobs}
     answer = {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(ended)}
-    return JSONResponse(answer | warnings)
+    noted = [*warnings.get("warnings", ()), *([_NOT_RUN[ended.finish]] if ended.finish in _NOT_RUN else [])]
+    return JSONResponse(answer | ({"warnings": noted} if noted else {}))
 
 
 async def _continue(served: Served, wanted: ContinuationRequest) -> Response:
@@ -299,7 +312,8 @@ async def _stream(
                     served.counts["tool_calls"] += 1
                     yield chunk({"tool_steps": [{**event.to_dict(), "offset": written}]})
                 case Ended():
-                    yield chunk({}, event.reason, more={"usage": _usage(event)})
+                    noted = {"warnings": [_NOT_RUN[event.finish]]} if event.finish in _NOT_RUN else {}
+                    yield chunk({}, event.reason, more={"usage": _usage(event), **noted})
     except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
         yield f"data: {json.dumps({'error': {'message': _text(error)}})}\n\n"
@@ -333,6 +347,6 @@ def _usage(ended: Ended) -> dict[str, int]:
     }
 
 
-def _error(status: int, message: str) -> JSONResponse:
+def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "code": code or status}}, status)

@@ -58,9 +58,10 @@ def _answer(
 ) -> dict[str, Any]:
     """Print one answer as it arrives, and return its message. The next turn needs the results of its tools, too."""
     turn: list[float] = []
-    text, steps = "", list[Any]()
+    text, steps, warnings = "", list[Any](), list[str]()
     answer = client.chat.completions.create(model=model, messages=messages, stream=True, logprobs=show_entropy)
     for chunk in answer:
+        warnings += (chunk.model_extra or {}).get("warnings", ())
         if not chunk.choices:
             continue
         delta = chunk.choices[0].delta
@@ -76,6 +77,8 @@ def _answer(
             console.print(Text(_harmless(f"  {step['name']} {step['status']} in {step['seconds']} s"), "cyan"))
             console.print(Text("\n".join(f"  | {printable(line)}" for line in step["result"].splitlines()), "green"))
     _print_mean(turn, console)
+    for warning in warnings:
+        console.print(Text(f"\n{_harmless(warning)}", "red"), end="")
     return {"role": "assistant", "content": text, "tool_steps": steps}
 
 

@@ -64,6 +64,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     messages: list[ChatMessage] = Field(min_length=1)
+    model: str | None = None
     stream: bool = False
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -72,6 +73,13 @@ class ChatRequest(BaseModel):
     seed: int | None = None
     n: Literal[1] | None = None
     logprobs: bool = False
+
+    @field_validator("messages")
+    @classmethod
+    def _ask_something(cls, messages: list[ChatMessage]) -> list[ChatMessage]:
+        if all(message.role == "system" for message in messages):
+            raise ValueError("only system messages: add the user's question")
+        return messages
 
     @model_validator(mode="before")
     @classmethod

@@ -31,6 +31,7 @@ from arpo_megatron.rollout.endpoints import ServiceEndpoints
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
+from arpo_megatron.serving import TOKEN_VARIABLE
 from arpo_megatron.serving.agent import Agent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.tasks.protocols.base import CallProtocol
@@ -135,7 +136,8 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
         with interrupts_call(server.end):
             listening, address = bind()
             print(f"{address}/v1", flush=True)
-            job.progress.next_command("arpo", "chat", f"{address}/v1")
+            token = [] if request.token is None else [f"{TOKEN_VARIABLE}=TOKEN"]
+            job.progress.next_command(*token, "arpo", "chat", f"{address}/v1")
             asyncio.run(server.run(listening, job.check))
     print("ended by a signal, with the engine and the tool service", file=sys.stderr)
 

@@ -378,6 +378,23 @@ def test_list_of_tools_names_mcp_servers_and_the_file(arpo: Arpo, tmp_path: Path
     assert (code, '--file tools.yaml: plugins: no installed package offers "count_wrods"' in error) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["status", "logs"])
+def test_name_of_no_run_names_the_folder_and_the_nearest_run(arpo: Arpo, command: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "quickstart-arpo-seed1"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    code, _, error = arpo(command, "quickstart-arpo-seed2")
+    assert code == 2 and f"no run in {tmp_path}/runs or of the submitted ones (none) is called" in error
+    assert "; did you mean quickstart-arpo-seed1?" in error
+
+
+def test_empty_log_is_reported(arpo: Arpo, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "train.log").touch()
+    assert "run/logs/train.log is empty\n" in arpo("logs", "run", "--service", "train")[2]
+
+
 def test_dry_run_refuses_a_tool_that_does_not_exist(arpo: Arpo) -> None:
     code, _, error = arpo("train", "quickstart", "rollout.tools=[serch]", "--dry-run")
     assert (code, "does not offer 'serch'" in error) == (2, True)

@@ -147,6 +147,8 @@ def test_bad_requests_are_refused_with_a_reason(address: str) -> None:
         client(address, "other").models.list()
     with pytest.raises(openai.BadRequestError, match=r"messages\.0\.role"):
         client(address).chat.completions.create(model="agent", messages=[{"role": "robot", "content": "?"}])  # type: ignore[list-item]
+    with pytest.raises(openai.BadRequestError, match="only system messages: add the user's question"):
+        client(address).chat.completions.create(model="agent", messages=[{"role": "system", "content": "Be brief."}])
     with pytest.raises(openai.BadRequestError, match="the model's context has 1000"):
         client(address).chat.completions.create(model="agent", messages=[{"role": "user", "content": "x" * 2000}])
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
@@ -273,6 +275,8 @@ def test_model_can_be_asked_for_by_its_id(address: str) -> None:
     assert client(address).models.retrieve("agent").id == "agent"
     with pytest.raises(openai.NotFoundError, match="no model 'others/other' is served here; there is agent"):
         client(address).models.retrieve("others/other")
+    with pytest.raises(openai.NotFoundError, match="'code': 'model_not_found'"):
+        client(address).chat.completions.create(model="gpt-4", messages=QUESTION)
 
 
 def test_limit_of_answers_holds_for_requests_that_are_passed_through(sandbox_url: str) -> None:
@@ -362,7 +366,7 @@ class Restarting(Supervisor):
 
 
 def test_restarts_of_services_are_shown_while_an_agent_is_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shown = io.StringIO()
     job = Job(
@@ -379,9 +383,10 @@ def test_restarts_of_services_are_shown_while_an_agent_is_served(
     )
     monkeypatch.setattr(serve, "agent_services", lambda *_: nullcontext((job, None)))
     monkeypatch.setattr(serve, "open_agent", open_agent)
-    request = serve.ServeRequest("agent", (), plain=False, token=None, concurrency=1)
+    request = serve.ServeRequest("agent", (), plain=False, token=TOKEN, concurrency=1)
     with pytest.raises(ProcessDiedError):
         serve.serve(request, lambda: (socket.create_server(("127.0.0.1", 0)), "http://127.0.0.1"))
+    assert "next: ARPO_SERVE_TOKEN=TOKEN arpo chat http://127.0.0.1/v1\n" in shown.getvalue() + capfd.readouterr().err
     assert shown.getvalue().count("engine was killed by SIGKILL; restart 1 of 1 in 1 s") == 1
 
 
@@ -427,6 +432,17 @@ def test_conversation_in_which_every_question_failed_has_exit_code_1(
     monkeypatch.setattr("arpo_megatron.serving.chat.from_terminal", lambda: next(said))
     monkeypatch.setenv("ARPO_SERVE_TOKEN", TOKEN)
     assert run_command(["chat", address]) == code
+
+
+def test_malformed_call_that_ends_an_answer_is_named(scripted_engine: Start, sandbox_url: str) -> None:
+    engine = scripted_engine(ScriptedEngine(planned("So </python>")))
+    output, said = io.StringIO(), iter([PROMPT, None])
+    with served(engine.url, sandbox_url) as url:
+        answer = client(url).chat.completions.create(model="agent", messages=QUESTION)
+        (warning,) = (answer.model_extra or {})["warnings"]
+        assert warning == "the last tool call was not run: the model wrote no valid call"
+        chat(f"{url}/v1", TOKEN, console=Console(file=output, width=200), read=lambda: next(said))
+    assert warning in output.getvalue()
 
 
 def test_chat_colors_text_by_its_entropy(address: str) -> None:

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from arpo_megatron.cli.serve import TOKEN_VARIABLE
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
 from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
+from arpo_megatron.serving import TOKEN_VARIABLE
 from arpo_megatron.tree import Role
 from tests.engine.scripted import ScriptedEngine
 from tests.serving.test_serve import TOKEN, Start
