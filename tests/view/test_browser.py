@@ -199,6 +199,8 @@ def test_keys_that_are_pressed_while_a_tree_loads_count(run: RunDirectory) -> No
             await page.press("j")
             await page.press("j")
             assert await page.value("location.hash") == "#/trees/run/2/2"
+            await page.press("n")
+            await page.until("location.hash.endsWith('?leaf=0')")
             await page.until("document.querySelector('[data-key=\"tree 2\"]').getAttribute('aria-current') === 'true'")
 
         with_browser(work)
@@ -307,9 +309,10 @@ def test_thousand_steps_of_64_trees_are_usable(tmp_path: Path) -> None:
             await page.until("document.querySelectorAll('.facts a').length == 30")  # the same task in the nearest steps
             near = await page.value("[...document.querySelectorAll('.facts')].at(-1).textContent")
             assert "step 970 (" in near and "step 999 (" in near and near.endswith("969 more")
-            await page.press("]")
             await page.press("[")
             await page.until("location.hash.includes('/999')")
+            await page.press("]")
+            await page.until("location.hash.includes('/1000')")
 
         with_browser(work)
 

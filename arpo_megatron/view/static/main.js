@@ -10,7 +10,7 @@ import { nextTheme, themeName } from "./theme.js";
 const EVERY = 3000;
 const PATH = ["kind", "name", "missing", "step", "tree"]; // the others are the query of an address
 const main = document.getElementById("main"), header = document.getElementById("header");
-const now = { runs: [], pages: {}, error: null, treeKey: null, current: null, help: false };
+const now = { runs: [], pages: {}, error: null, keys: [], treeKey: null, current: null, help: false };
 
 /** Read the address: #/run/NAME?... or #/trees/NAME/STEP/NUMBER?... */
 function route() {
@@ -173,6 +173,8 @@ async function refresh() {
       now.current = content.signature; // not earlier: another turn may have overtaken this one before it was shown
     }
     document.title = `${here.name} · arpo view`;
+    now.drawnTurn = turn;
+    if (here.kind === "trees" && now.tree) now.keys.splice(0).forEach(pressOnTree);
     if (now.to !== undefined) {
       main.querySelector(`[data-segment="${now.to}"]`)?.scrollIntoView({ block: "nearest", behavior: "smooth" });
       delete now.to;
@@ -359,8 +361,14 @@ function press(event) {
     return;
   }
   if (at.kind !== "trees" || !now.tree) return;
-  const changes = now.tree.query.name === at.name ? keyChanges(event.key, at, now.tree) : undefined;
+  pressOnTree(event.key);
+}
+
+/** Do what a key of the tree page does; while what it needs loads, keep it for later. */
+function pressOnTree(key) {
+  const at = route(), changes = now.tree.query.name === at.name ? keyChanges(key, at, now.tree) : undefined;
   if (changes) change(changes);
+  else if (now.turn !== now.drawnTurn && "jknp".includes(key)) now.keys.push(key);
 }
 
 let resized;
