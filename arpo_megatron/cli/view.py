@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.options import Panel, complete_run, next_command, with_dry_run
+from arpo_megatron.cli.options import DryRun, Panel, complete_run, next_after_dry_run, next_command
 from arpo_megatron.errors import UserError
 from arpo_megatron.serving import TOKEN_VARIABLE
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+_TREES = 24
+"""Most trees of each run in an exported file, unless --trees is given."""
+
+
 @app.command(rich_help_panel=Panel.LOOK)
-@with_dry_run
 def view(
     run_dirs: Annotated[
         list[str],
@@ -43,7 +46,9 @@ def view(
     html: Annotated[
         Path | None, typer.Option(help="Write the pages to this file, which needs no server, and stop.")
     ] = None,
-    trees: Annotated[int, typer.Option(min=0, help="With --html: most trees of each run in the file.")] = 24,
+    trees: Annotated[
+        int | None, typer.Option(min=0, help=f"With --html: most trees of each run in the file. Default: {_TREES}.")
+    ] = None,
     grow: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +61,7 @@ def view(
         str | None,
         typer.Option("--cluster", help="Profile of the cluster that has the runs; its page comes through SSH."),
     ] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Show runs and their trees in a browser, live while they train, or as one HTML file.
 
@@ -65,25 +71,59 @@ def view(
     from arpo_megatron.view.export import write_html
     from arpo_megatron.view.pages import Pages
     from arpo_megatron.view.runs import find_runs
-    from arpo_megatron.view.server import is_loopback, serve
+    from arpo_megatron.view.server import DEFAULT_PORT, serve
 
-    paths = [run_path(each) for each in run_dirs]
-    if cluster is not None:
-        if html is not None or grow is not None:
-            raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")
-        if not is_loopback(host):
-            raise UserError("--cluster shows the page on this machine: leave out --host")
-        paths = _on_cluster(cluster, run_dirs, port)
+    _check_options(host, html, trees, grow, cluster)
+    if dry_run:
+        where = f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}"
+        print("\n".join(_described(run_dirs, grow, cluster)))
+        print(
+            where if html is None else f"write {html}, at most {_TREES if trees is None else trees} trees of each run"
+        )
+        next_after_dry_run()
+        return
+    paths = [run_path(each) for each in run_dirs] if cluster is None else _on_cluster(cluster, run_dirs, port)
     pages = Pages(find_runs(paths))
     if html is not None:
-        if grow is not None:
-            raise UserError("--grow needs a server: leave out --html")
-        size = write_html(pages, html, trees=trees)
-        print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
+        most = _TREES if trees is None else trees
+        size = write_html(pages, html, trees=most)
+        print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {most} trees of each", file=sys.stderr)
         next_command("xdg-open", html)
         return
     with nullcontext() if grow is None else _agent(grow) as grower:
         serve(replace(pages, grower=grower), host=host, port=port, with_token=token)
+
+
+def _check_options(host: str, html: Path | None, trees: int | None, grow: str | None, cluster: str | None) -> None:
+    """Raise UserError for options that exclude each other."""
+    from arpo_megatron.view.server import is_loopback
+
+    if trees is not None and html is None:
+        raise UserError("--trees is the number of trees in the file of --html: the server shows all of them")
+    if html is not None and grow is not None:
+        raise UserError("--grow needs a server: leave out --html")
+    if cluster is not None and (html is not None or grow is not None):
+        raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")
+    if cluster is not None and not is_loopback(host):
+        raise UserError("--cluster shows the page on this machine: leave out --host")
+
+
+def _described(names: list[str], grow: str | None, cluster: str | None) -> list[str]:
+    """Return what would be shown. Raises UserError if there is no such run, agent or profile."""
+    from arpo_megatron.cluster.profile import load_profile
+    from arpo_megatron.evaluation.target import is_url
+    from arpo_megatron.jobs.run_directory import run_path
+    from arpo_megatron.view.runs import find_runs
+
+    if cluster is not None:
+        load_profile(cluster)
+        return [f"show {', '.join(names)} of cluster {cluster}"]
+    lines = [f"show {', '.join(find_runs([run_path(each) for each in names]))}"]
+    if grow is not None and not is_url(grow):
+        from arpo_megatron.serving.serve import describe, plan
+
+        lines += describe(*plan(grow, (), or_url=True), plain=False)
+    return lines if grow is None or not is_url(grow) else [*lines, f"grow branches with {grow}"]
 
 
 def _on_cluster(cluster: str, names: list[str], port: int | None) -> list[Path]:

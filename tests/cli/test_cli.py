@@ -447,7 +447,6 @@ def test_dry_run_of_a_resume_checks_the_run(arpo: Arpo, tmp_path: Path) -> None:
         (["study", "information", "trails", "model.path=m", "--out", "o"], "  overrides: model.path=m\n"),
         (["study", "entropy", "run", "--out", "o"], "  runs: run\n"),
         (["trees", "run", "--svg", "tree.svg"], "  svg: tree.svg\n"),
-        (["view", "run", "--html", "run.html"], "  html: run.html\n"),
     ],
 )
 def test_dry_run_does_nothing_and_names_the_command_without_it(
@@ -457,6 +456,16 @@ def test_dry_run_does_nothing_and_names_the_command_without_it(
     assert code == 0 and shown in output
     assert error == f"next: {' '.join(['arpo', *arguments])}\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_of_view_checks_its_arguments(arpo: Arpo, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert "nowhere is not a run directory" in arpo("view", "nowhere", "--dry-run")[2]
+    assert "--trees is the number of trees in the file of --html" in arpo("view", "run", "--trees", "3")[2]
+    assert "--grow needs a server" in arpo("view", "run", "--html", "a.html", "--grow", "run", "--dry-run")[2]
+    code, output, error = arpo("view", "run", "--html", "run.html", "--dry-run")
+    assert (code, output) == (0, "show run\nwrite run.html, at most 24 trees of each run\n")
+    assert error == "next: arpo view run --html run.html\n" and not (tmp_path / "run.html").exists()
 
 
 READS_ONLY = {
