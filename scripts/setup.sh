@@ -30,9 +30,12 @@ step() {
 }
 torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
 # torch first and by its exact pin: any range, here or in a dependency, could pull another build of several gigabytes.
-step "1/3 $torch" $pip install "$torch"
+step "1/4 $torch" $pip install --no-compile "$torch"
 # --no-deps: the lock is complete, and sglang's own requirements name CUDA packages that a CPU machine cannot use.
-step "2/3 $(grep -c '==' requirements.lock) pinned packages" $pip install --no-deps -r requirements.lock
-step "3/3 arpo-megatron" $pip install --no-deps -e .
+step "2/4 $(grep -c '==' requirements.lock) pinned packages" $pip install --no-compile --no-deps -r requirements.lock
+# pip would compile on one core only. Some packages ship templates that do not compile: as in pip, that is no failure.
+say "3/4 byte code"
+.venv/bin/python -m compileall -qq -j 0 .venv/lib >>$log 2>&1 || true
+step "4/4 arpo-megatron" $pip install --no-deps -e .
 printf '%s\n' "$want" >$stamp
 say "done: .venv/bin/arpo --help"
