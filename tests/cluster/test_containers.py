@@ -55,7 +55,7 @@ def test_paths_of_a_submitted_config_are_those_of_the_container(config: JobConfi
 def test_signal_that_comes_too_late_is_refused(
     config: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda *_: None)  # the weights are not here
     late = prepare_submission(config, profile(gpu="h100-80", signal_s=30, runs=str(tmp_path)), nodes=None)
     with pytest.raises(UserError, match=r"signal_s=30 is shorter than a step of \d+ s and a save of .* set signal_s"):
         submit_jobs(late)

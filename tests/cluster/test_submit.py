@@ -50,7 +50,7 @@ def test_job_that_does_not_fit_is_not_submitted(tmp_path: Path, monkeypatch: pyt
     small = profile(gpu="h100-80", runs=str(tmp_path))
     job = prepare_submission(resolve.resolve("deepsearch_14b", overrides=overrides), small, nodes=None)
     assert "# arpo submit would refuse it: training needs" in dry_run(job)
-    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda *_: None)  # the weights are not here
     with pytest.raises(UserError, match=r"the job does not fit: training needs .* --force submits it"):
         submit_jobs(job)
     assert not list(tmp_path.iterdir())
@@ -246,7 +246,7 @@ def test_auto_is_replaced_for_each_submission(
 
 
 def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda config: None)  # the weights are not here
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda *_: None)  # the weights are not here
     monkeypatch.setattr("arpo_megatron.cluster.submit.submit_one", Queue(takes=1).send)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", Queue(takes=1).call)
     config = resolve.resolve("deepsearch_14b", overrides=["engine.placement=auto"])
