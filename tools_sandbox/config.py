@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, config=_STRICT)
 class Limits:
-    """Resource limits of one python call."""
+    """Time limit of every call, and resource limits of a python call."""
 
     time_s: Annotated[Seconds, Field(le=1e6)] = 120.0
     """Longest wall-clock time of a call of any tool, in seconds. A longer `timeout_s` is cut to this value."""
@@ -154,7 +154,7 @@ class SummaryConfig:
     max_tokens: Positive = 512
     """Longest summary in tokens."""
     timeout_s: Seconds = 60.0
-    """Time limit of the request in seconds. If the summary fails, the page itself is returned, with a note."""
+    """Time limit of one of two attempts, in seconds. A call without its summary has failed."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -215,7 +215,7 @@ class BrowseConfig:
     max_redirects: NotNegative = 5
     """Number of redirects that are followed. Each target is checked like the first address."""
     timeout_s: Seconds = 30.0
-    """Longest wall-clock time of one call in seconds, even if the caller allows more."""
+    """Longest wall-clock time of reading one page in seconds, even if the caller allows more."""
     robots: Flag = False
     """Ask the robots.txt of a site first and honour it."""
     user_agent: str = "arpo-tools-sandbox/1.0"

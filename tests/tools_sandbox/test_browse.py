@@ -25,6 +25,7 @@ from tests.tools_sandbox.helpers.services import read_walls, wait_until, wait_un
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.browse.page import FetchFailed, Page
 from tools_sandbox.browse.parser import PageParser
+from tools_sandbox.browse.summary import Summary
 from tools_sandbox.browse.text import decode, readable
 from tools_sandbox.browse.tool import BrowseArguments, BrowseTool
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
@@ -137,6 +138,26 @@ def test_page_is_summarised_if_configured(site: Site, monkeypatch: pytest.Monkey
     monkeypatch.delenv("MODEL_KEY")
     with pytest.raises(ConfigError, match="MODEL_KEY"):
         browse(site.url("/page"), summary=SummaryConfig(model="m", **endpoint))
+
+
+@pytest.mark.parametrize("model", ["silent", "blank"])
+def test_summary_without_text_is_no_result(site: Site, browse: Browse, model: str) -> None:
+    result = browse(site.url("/page"), summary=SummaryConfig(url=site.url("/v1"), model=model))
+    assert (result.status, result.failure) == ("error", "temporary")
+
+
+def test_summary_that_takes_too_long_is_no_timeout_of_the_call(monkeypatch: pytest.MonkeyPatch, browse: Browse) -> None:
+    async def page(*_: object) -> str:
+        return "a page"
+
+    async def never(*_: object) -> str:
+        await asyncio.sleep(5)
+        return "too late"
+
+    monkeypatch.setattr(BrowseTool, "_read", page)
+    monkeypatch.setattr(Summary, "answer", never)
+    result = browse("http://x/", timeout_s=0.1, summary=SummaryConfig(url="http://x/v1", model="m"))
+    assert (result.status, result.failure) == ("error", "temporary")
 
 
 @settings(max_examples=50)

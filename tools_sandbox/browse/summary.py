@@ -35,6 +35,9 @@ class Summary:
         async with aiohttp.ClientSession(headers=self._headers) as session:
             answer = await request_json(session, "POST", url, timeout_s=config.timeout_s, retries=1, json=body)
         try:
-            return str(answer["choices"][0]["message"]["content"])
+            text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{url} answered in another format") from error
+        if not isinstance(text, str) or not text.strip():  # a reasoning model may spend `max_tokens` on its thoughts
+            raise RequestFailed(f"{url} answered without text")
+        return text

@@ -151,7 +151,8 @@ def _application(site: Site) -> web.Application:
         )
         if body["model"] == "absent":
             return web.Response(status=404)
-        return web.json_response({"choices": [{"message": {"role": "assistant", "content": "417 live in Qzlf."}}]})
+        content = {"silent": None, "blank": " \n"}.get(body["model"], "417 live in Qzlf.")
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
 
     app = web.Application()
     app[SITE] = site
