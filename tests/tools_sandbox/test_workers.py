@@ -268,6 +268,13 @@ def test_worker_that_kernel_does_not_end_is_replaced_and_delays_no_stop(
     assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
 
 
+def test_lack_of_workers_is_no_timeout_of_the_call() -> None:
+    workers = worker_pool.WorkerPool(ToolServiceConfig(), [])  # not started: it has none
+    with pytest.raises(ToolBroken, match="no worker started") as caught:
+        asyncio.run(workers.run("any", {}, 0.05, repeatable=False))
+    assert caught.value.failure == "temporary"
+
+
 def test_shutdown_does_not_wait_for_starting_worker(
     start_service: StartService, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -87,16 +87,21 @@ class WorkerPool:
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, *, repeatable: bool) -> ToolResult:
         """Run a call on the least busy worker. If it dies and the tool is `repeatable`, run the call once more.
 
-        Raises ToolBroken if that one dies, too, or if the call may not run twice. If the awaiting task is cancelled,
-        so is the call.
+        Raises ToolBroken if that one dies, too, if the call may not run twice, or if no worker starts in time. If the
+        awaiting task is cancelled, so is the call.
         """
         deadline, tries = time.monotonic() + timeout_s, 2 if repeatable else 1
         while tries:
             tries -= 1
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    worker = await self._least_busy()
+            except TimeoutError:
+                raise ToolBroken(f"{tool}: no worker started within {timeout_s:g} s") from None
             left_s = deadline - time.monotonic()
             try:
                 async with asyncio.timeout(left_s):
-                    result = await self._run_on(await self._least_busy(), tool, arguments, left_s)
+                    result = await self._run_on(worker, tool, arguments, left_s)
             except TimeoutError:
                 return ToolResult("timeout", f"Time limit exceeded: {tool} did not finish within {timeout_s:g} s.")
             except _WorkerDied:
