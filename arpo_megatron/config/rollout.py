@@ -59,7 +59,8 @@ class RolloutConfig:
     max_tool_tokens: Positive = 1024
     """A longer tool result is cut to this many tokens."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Deadline of a tool call in seconds; the model reads that the call timed out."""
+    """Deadline of a tool call in seconds. The model reads that the call timed out; a timeout of a search engine drops
+    the branch, and one of an environment fails the tree."""
     max_staleness: NonNegative = 0
     """0: a step trains only trees that it began. n >= 1: a step trains trees that began at most n policy versions
     earlier, and twice its number of trees are in flight, also while the trainer trains."""

@@ -240,7 +240,8 @@ def write_tool_files(
         sources = [{"path": run.corpus.name, "format": "jsonl"}]
     elif cache := _search_cache(config):
         sources = [{"path": str(cache.resolve()), "format": "arpo_cache"}]
-    return write_tool_config(config.sandbox, run, sources, trained)
+    timeout_s = max(config.rollout.tool_timeout_s, config.evaluation.tool_timeout_s or 0.0)
+    return write_tool_config(config.sandbox, run, sources, trained, timeout_s=timeout_s)
 
 
 def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenizerFast") -> None:

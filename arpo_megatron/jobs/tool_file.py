@@ -30,6 +30,12 @@ _PATHS = (("search", "index_path"), ("python", "session_dir"), ("cache", "sqlite
 _CACHE_FILE, _COUNT_FILE = "tool_answers.sqlite", "paid_requests"
 """Names in the run directory: a resumed run continues with them."""
 _SECRET = re.compile(r"(^|[-_.])(api_?key|key|token|secret|password|passwd)$", re.IGNORECASE)
+_NO_SECRET = re.compile(
+    r"(^|[-_.])((bos|cls|end|eos|mask|pad|sep|start|stop|unk)[-_]?token"
+    r"|(cache|foreign|group|order|primary|public|sort)[-_]?key)$",
+    re.IGNORECASE,
+)
+"""Names of usual options that `_SECRET` would match."""
 _ARGUMENT = re.compile(r"-{0,2}([\w.-]+)=.+", re.DOTALL)
 """An argument that sets an option: --NAME=VALUE."""
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
@@ -44,6 +50,8 @@ def write_tool_config(
     run: RunDirectory,
     sources: Sequence[Mapping[str, str]],
     trained: RunDirectory | None = None,
+    *,
+    timeout_s: float = 0.0,
 ) -> list[str]:
     """Write the service's config and a copy of the user's file, unless both exist and the user's file is the same.
 
@@ -52,6 +60,7 @@ def write_tool_config(
         run: the run directory.
         sources: the job's files to search; relative paths are relative to the run directory.
         trained: the run whose copy of the user's file is read if the file is gone; None: `run`.
+        timeout_s: the longest time limit of the job's tool calls, in seconds.
 
     Returns:
         Notes for the user.
@@ -59,7 +68,7 @@ def write_tool_config(
     Raises:
         UserError: the user's file cannot be used.
     """
-    resumed, user, gone = run.sandbox_config.exists(), Values(), list[str]()
+    resumed, user, gone, text = run.sandbox_config.exists(), Values(), list[str](), None
     if sandbox.file is None:
         if resumed:
             return []
@@ -70,10 +79,11 @@ def write_tool_config(
         if resumed and copy.exists() and copy.read_text(encoding="utf-8") == text:
             return gone
         user = read_tool_file(sandbox.file, sandbox, trained or run)
-        with atomic_write(copy) as partial:
-            partial.write_text(text, encoding="utf-8")
     with atomic_write(run.sandbox_config) as partial:
-        partial.write_text(yaml_text(_merged(user, sandbox, sources)), encoding="utf-8")
+        partial.write_text(yaml_text(_merged(user, sandbox, sources, timeout_s)), encoding="utf-8")
+    if text is not None:  # last: the copy marks the config as written from it
+        with atomic_write(run.sandbox_user_file) as partial:
+            partial.write_text(text, encoding="utf-8")
     if sandbox.file is None or not resumed:
         return gone
     return [*gone, f"sandbox.file={sandbox.file} has changed: {run.sandbox_config} was written again"]
@@ -160,9 +170,9 @@ def _secrets(value: object, where: str = "", name: str = "") -> Iterator[tuple[s
         if name == "key_variable":
             if not _VARIABLE.fullmatch(str(value)):
                 yield where, name
-        elif _SECRET.search(name):
+        elif _is_secret(name):
             yield where, name.lstrip("-")
-        elif (argument := _ARGUMENT.fullmatch(str(value))) and _SECRET.search(argument[1]):
+        elif (argument := _ARGUMENT.fullmatch(str(value))) and _is_secret(argument[1]):
             yield where, argument[1]
         elif _has_password(str(value)):
             yield where, "address"
@@ -170,12 +180,16 @@ def _secrets(value: object, where: str = "", name: str = "") -> Iterator[tuple[s
             yield where, parameter
 
 
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None and _NO_SECRET.search(name) is None
+
+
 def _secret_parameter(text: str) -> str | None:
     """Return the name of the first secret in the query of a web address (https://host/search?apikey=SECRET)."""
     if (address := _ADDRESS.search(text)) is None:
         return None
     found = parse_qsl(urlsplit(address[0]).query)
-    return next((name for name, _ in found if _SECRET.search(name)), None)
+    return next((name for name, _ in found if _is_secret(name)), None)
 
 
 def _has_password(text: str) -> bool:
@@ -255,13 +269,13 @@ def _with_absolute_paths(values: Values, folder: Path) -> Values:
     return values
 
 
-def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str, str]]) -> Values:
+def _merged(user: Values, sandbox: SandboxConfig, sources: Sequence[Mapping[str, str]], timeout_s: float) -> Values:
     """Return the service's config: the user's values, and those of the job."""
     values = deepcopy(user)
     for section, name, key in _OWN_KEYS:
         values.setdefault(section, {})[name] = _plain(getattr(sandbox, key))
-    # The limit of every tool must not cut the python calls that the job allows.
-    values["limits"].setdefault("time_s", max(Limits().time_s, sandbox.python_timeout_s))
+    # The limit of every tool must not cut the calls that the job allows.
+    values["limits"].setdefault("time_s", max(Limits().time_s, sandbox.python_timeout_s, timeout_s))
     # Relative to the config, so in the run directory. A restarted service finds index and states there.
     values["python"].setdefault("session_dir", "sandbox_states" if sandbox.sessions else None)
     search = values["search"]

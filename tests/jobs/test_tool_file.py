@@ -1,5 +1,7 @@
 """The user's file of the tool service is merged with the job's needs, refused with its reason, and kept on a resume."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ import yaml
 
 from arpo_megatron.config import SandboxConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.inputs import check_files
+from arpo_megatron.jobs import resolve, tool_file
+from arpo_megatron.jobs.inputs import JobData, check_files, write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import read_tool_file, with_tool_file, write_tool_config
 from arpo_megatron.plan import GPUS, plan
+from arpo_megatron.utils.atomic import atomic_write
 from tools_sandbox.config import McpServerConfig, PluginConfig, load_config
 
 CORPUS = [{"path": "corpus.jsonl", "format": "jsonl"}]
@@ -48,6 +51,48 @@ def test_file_is_merged_with_the_needs_of_the_job(tmp_path: Path) -> None:
     assert config.cache.sqlite_path == own / "answers.sqlite"
     assert config.python.session_dir is None
     assert run.sandbox_user_file.read_text() == (own / "tools.yaml").read_text()
+
+
+@pytest.mark.parametrize("key", ["rollout.tool_timeout_s", "evaluation.tool_timeout_s"])
+def test_service_cuts_no_call_that_the_job_allows(tmp_path: Path, key: str) -> None:
+    run = RunDirectory(tmp_path)
+    write_tool_files(resolve.resolve("quickstart", overrides=[f"{key}=300"]), run, JobData((), ()))
+    assert load_config(run.sandbox_config).limits.time_s == 300
+
+
+def test_config_of_a_changed_file_is_written_although_the_first_attempt_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """The process ends here."""
+
+    run, writes = RunDirectory(tmp_path), list[Path]()
+
+    @contextmanager
+    def killed(path: Path) -> Iterator[Path]:
+        if writes:
+            raise Killed
+        writes.append(path)
+        with atomic_write(path) as partial:
+            yield partial
+
+    sandbox = write(tmp_path / "tools.yaml", workers=1)
+    write_tool_config(sandbox, run, CORPUS)
+    write(tmp_path / "tools.yaml", workers=2)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(tool_file, "atomic_write", killed)
+        write_tool_config(sandbox, run, CORPUS)
+    write_tool_config(sandbox, run, CORPUS)
+    assert load_config(run.sandbox_config).workers == 2
+
+
+def test_usual_options_are_no_secrets(tmp_path: Path) -> None:
+    options = {"eos_token": "</s>", "stop_token": "x", "sort_key": "date", "primary_key": "id"}
+    values = {
+        "plugins": [{"name": "x", "options": options}],
+        "mcp": {"a": {"command": "x", "args": ["--sort-key", "a"]}},
+    }
+    read_tool_file(tmp_path / "tools.yaml", write(tmp_path / "tools.yaml", **values))
 
 
 def test_addresses_and_arguments_without_a_secret_are_accepted(tmp_path: Path) -> None:
