@@ -170,6 +170,25 @@ def test_call_takes_no_memory_while_it_is_measured(start: Start, monkeypatch: py
     os.kill(children[0], signal.SIGCONT)
 
 
+def test_call_continues_if_a_process_ends_before_it_is_measured(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = start("kept = own(64)\nfork(1, lambda: None)", 1)
+    (child,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+    class Measurement(watchdog._Measurement):
+        def __init__(self, processes: list[watchdog._Process], most_bytes: int, enough_bytes: int) -> None:
+            super().__init__(processes, most_bytes, enough_bytes)
+            os.kill(int(child), signal.SIGKILL)
+            wait_until(lambda: psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE)
+
+    monkeypatch.setattr(watchdog, "_Measurement", Measurement)
+    watched = Watchdog(parent, 0, 100 * MIB)  # two times 64 MiB might be too much, 64 MiB are not
+    watched.look(8)
+    assert psutil.Process(parent).status() == psutil.STATUS_STOPPED
+    watched.look(8)
+    wait_until(lambda: psutil.Process(parent).status() != psutil.STATUS_STOPPED)
+    assert watched.look(8).memory_bytes < 100 * MIB
+
+
 HIDE_AND_FILL = """
 import ctypes, mmap, os, time
 libc = ctypes.CDLL(None)

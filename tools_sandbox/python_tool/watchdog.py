@@ -161,9 +161,12 @@ class Watchdog:
 
     def _memory_bytes(self, processes: list[_Process]) -> int:
         most = sum(process.most_bytes for process in processes) - self._preloaded_bytes
-        if self._limit_bytes is None or most <= self._limit_bytes:
+        if self._limit_bytes is None:
             return most
         self._take_result()
+        if most <= self._limit_bytes:  # also if a process has ended since it made the bound too large
+            self.release()
+            return most
         may_exceed = self._last_bytes + max(0, most - self._last_most_bytes) > self._limit_bytes
         if self._measurement is None and (may_exceed or time.monotonic() >= self._rest_until):
             with suppress(OSError):  # the user has no process left; tried again at the next look
