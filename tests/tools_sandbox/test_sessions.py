@@ -132,10 +132,25 @@ def test_unreadable_files_are_reported(session: tuple[RunCode, Any]) -> None:
     assert run("x, sorted(os.listdir())", state="u/1").text == "(1, ['c'])"
 
 
-def test_missing_state_is_readable_error(session: tuple[RunCode, Any]) -> None:
+def test_missing_state_is_a_failure_and_no_answer(session: tuple[RunCode, Any]) -> None:
+    """It was removed to make room: a model must not be trained on that."""
     run, _ = session
     answer = run("1", state="never")
-    assert (answer.status, answer.text) == ("error", 'The state "never" is not here (any more).')
+    assert (answer.status, answer.failure) == ("error", "lasting")
+
+
+@pytest.mark.parametrize("state_bytes", [10, 3 << 20])
+def test_full_disk_is_a_failure_and_no_answer(session: tuple[RunCode, Any], state_bytes: int) -> None:
+    run, service = session
+    process = psutil.Process(service.process.pid)
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (1, before[1]))  # behaves like a full disk
+    try:
+        answer = run(f"import os; n = os.urandom({state_bytes}); 1", keep="d/1")
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
+    assert (answer.status, answer.failure) == ("error", "lasting")
+    assert run("n", state="d/1").failure == "lasting"
 
 
 def test_states_outlive_service_without_processes(start_service: Callable[..., Any], tmp_path: Path) -> None:
@@ -191,7 +206,7 @@ def test_trajectory_cannot_access_states_of_others(session: tuple[RunCode, Any])
     run, _ = session
     run("secret = 4711", keep="s", trajectory_id="task/0/1")
     for other in ("task/0/2", "task/0/11", "task/0", "task", "", "B"):
-        assert "is not here" in run("secret", state="s", trajectory_id=other).text
+        assert run("secret", state="s", trajectory_id=other).failure == "lasting"
         run("secret = 666", keep="s", trajectory_id=other)
     for own in ("task/0/1", "task/0/1/0", "task/0/1/3/2"):
         assert run("secret", state="s", trajectory_id=own).text == "4711"
@@ -242,6 +257,13 @@ def test_store_stays_bounded_and_keeps_recently_used_states(tmp_path: Path) -> N
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
     assert read(store, "t", "s1") is None
     assert read(store, "t", "s39") == bytes(100_000)
+
+
+def test_stores_that_share_a_folder_stay_bounded_together(tmp_path: Path) -> None:
+    stores = [SessionStore(tmp_path, 1) for _ in range(4)]
+    for number in range(40):
+        write(stores[number % 4], "t", f"s{number}", bytes(100_000))
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 1 << 20
 
 
 def test_store_removes_no_file_of_others(tmp_path: Path) -> None:

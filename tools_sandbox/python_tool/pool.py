@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -173,8 +173,8 @@ class PythonPool:
 
         state: file with the state that the code begins with. keep: empty file that receives the state after the call;
         it is complete if the outcome `has_state`.
-        Raises SandboxBroken if the sandbox failed twice, and SandboxFull. If the awaiting task is cancelled, so is the
-        code.
+        Raises SandboxBroken if the sandbox failed twice, SandboxFull, and OSError if `keep` cannot be written. If the
+        awaiting task is cancelled, so is the code.
         """
         limits = self._limits
         request = Request(
@@ -238,9 +238,8 @@ class PythonPool:
             try:
                 async with asyncio.timeout(request.time_s + _OVERTIME_S):
                     await _send(writer, request, state)
-                    written = await _receive_state(reader, keep)
+                    lost = await _receive_state(reader, keep)
                     outcome = Outcome.decode(await reader.read(-1))
-                    outcome = replace(outcome, has_state=outcome.has_state and written)
             except asyncio.CancelledError:
                 await _end_call(reader, writer)
                 raise
@@ -252,6 +251,8 @@ class PythonPool:
             self._release(call)
         if outcome.status == "broken":
             raise SandboxBroken(outcome.text)
+        if lost is not None:
+            raise lost
         return outcome
 
     async def _send_to_zygote(self, connection: socket.socket, slot: int) -> None:
@@ -353,21 +354,20 @@ async def _send(writer: asyncio.StreamWriter, request: Request, state: BinaryIO 
         await writer.drain()
 
 
-async def _receive_state(reader: asyncio.StreamReader, keep: BinaryIO | None) -> bool:
-    """Write the state to a file as it arrives. Return whether it could be written. Raises OSError or EOFError."""
-    written = keep is not None
+async def _receive_state(reader: asyncio.StreamReader, keep: BinaryIO | None) -> OSError | None:
+    """Write the state to a file as it arrives. Return why it could not be written. Raises OSError or EOFError."""
+    lost = None
     if keep is not None:
         keep.seek(0)
         keep.truncate()
     while size := CHUNK.unpack(await reader.readexactly(CHUNK.size))[0]:
         chunk = await reader.readexactly(size)
-        if keep is not None and written:
+        if keep is not None and lost is None:
             try:
                 await asyncio.to_thread(keep.write, chunk)
             except OSError as error:  # the disk is full
-                log.warning("python tool: a state cannot be written: %s", error)
-                written = False
-    return written
+                lost = error
+    return lost
 
 
 async def _end_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

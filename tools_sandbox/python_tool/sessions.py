@@ -26,6 +26,7 @@ from typing import BinaryIO
 from tools_sandbox.config import ConfigError
 from tools_sandbox.python_tool.pool import PythonPool
 from tools_sandbox.python_tool.protocol import Outcome
+from tools_sandbox.tool import ToolBroken
 
 TRAJECTORY: ContextVar[str] = ContextVar("trajectory", default="")
 """Trajectory of the running call. The service sets it for each call."""
@@ -35,7 +36,9 @@ _FOLDER = "tools_sandbox_states"
 _OWN_FILE = re.compile(r"state-[0-9a-f]{64}|new-\w+")
 """Names of states, and of states that are being written. Files with other names are left alone."""
 _TARGET_SHARE = 0.9
-"""Share of the size limit that is in use after a cleaning."""
+"""Share of the size limit that is in use after a cleaning that removes states."""
+_UNCHECKED_SHARE = 1 / 16
+"""Share of the size limit that a service may write between two looks at the folder, in which others write too."""
 
 
 class SessionStore:
@@ -46,7 +49,7 @@ class SessionStore:
 
     def __init__(self, folder: Path, limit_mib: int) -> None:
         """Raises ConfigError if the folder cannot be used."""
-        self._folder = folder = folder / _FOLDER
+        self.folder = folder = folder / _FOLDER
         self._limit_bytes = limit_mib << 20
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ class SessionStore:
                 pass
         except OSError as error:
             raise ConfigError(f"python.session_dir: {folder}: {error.strerror}") from error
-        self._used_bytes = self._clean()
+        self._clean()
 
     def open(self, trajectory: str, name: str) -> BinaryIO | None:
         """Open the state that a trajectory, or one that it branched from, has kept. None: there is none."""
@@ -72,41 +75,43 @@ class SessionStore:
     @contextmanager
     def new(self) -> Iterator[BinaryIO]:
         """Yield an empty file for `keep`, and remove it if it was not kept. Raises OSError."""
-        path = self._folder / f"new-{secrets.token_hex(16)}"
-        with path.open("x+b") as file:
-            try:
-                yield file
-            finally:
-                path.unlink(missing_ok=True)
+        path = self.folder / f"new-{secrets.token_hex(16)}"
+        file = path.open("x+b")
+        try:
+            yield file
+        finally:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # of a write that has failed before
+                file.close()
 
     def keep(self, state: BinaryIO, trajectory: str, name: str) -> None:
         """Keep a file of `new` as a trajectory's state, in place of its earlier one with that name. Raises OSError."""
         state.flush()
         Path(state.name).replace(self._path(trajectory, name))
-        self._used_bytes += state.tell()
-        if self._used_bytes > self._limit_bytes:
-            self._used_bytes = self._clean()
+        self._unchecked_bytes += state.tell()
+        if self._unchecked_bytes > _UNCHECKED_SHARE * self._limit_bytes:
+            self._clean()
 
     def _path(self, owner: str, name: str) -> Path:
         # The length keeps different pairs of owner and name apart.
         digest = hashlib.sha256(f"{len(owner)}:{owner}{name}".encode("utf-8", "surrogatepass"))
-        return self._folder / f"state-{digest.hexdigest()}"
+        return self.folder / f"state-{digest.hexdigest()}"
 
-    def _clean(self) -> int:
-        """Remove the least recently used states if all take too much space. Return the bytes in use."""
+    def _clean(self) -> None:
+        """Remove the least recently used states if all take too much space, or could before the next cleaning."""
+        self._unchecked_bytes = 0
         states: list[tuple[float, int, str]] = []
-        for entry in os.scandir(self._folder):
+        for entry in os.scandir(self.folder):
             if _OWN_FILE.fullmatch(entry.name):
                 with suppress(OSError):  # another service may be cleaning too
                     states.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
         used = sum(size for _, size, _ in states)
-        if used > self._limit_bytes:
+        if used > (1 - _UNCHECKED_SHARE) * self._limit_bytes:
             for _, size, path in sorted(states):
                 Path(path).unlink(missing_ok=True)
                 used -= size
                 if used <= _TARGET_SHARE * self._limit_bytes:
                     break
-        return used
 
 
 def _lineage(trajectory: str) -> Iterator[str]:
@@ -123,6 +128,7 @@ async def run_in_session(
     """Run code from the state named `state` (empty: none) and keep the state after it as `keep` (empty: do not).
 
     If a call is ended from outside (limit, crash), `keep` gets the state that the call began with; a note reports it.
+    Raises ToolBroken if the first state is gone or the last one cannot be written: the code is not the cause.
     """
     if store is None:
         if state or keep:
@@ -132,29 +138,22 @@ async def run_in_session(
         begin = None
         if state:
             begin = await asyncio.to_thread(store.open, TRAJECTORY.get(), state)
-            if begin is None:
-                return Outcome("error", f'The state "{state[:100]}" is not here (any more).')
+            if begin is None:  # it was removed to make room
+                raise ToolBroken(f"the state {state[:100]!r} is not in {store.folder}", failure="lasting")
             files.enter_context(begin)
         if not keep:
             return await pool.run(code, timeout_s, state=begin)
         try:
             kept = await asyncio.to_thread(files.enter_context, store.new())
-        except OSError as error:
-            outcome, note = await pool.run(code, timeout_s, state=begin), _not_kept(error)
-        else:
             outcome = await pool.run(code, timeout_s, state=begin, keep=kept)
-            note = "" if outcome.has_state else "\n[the session is as it was before this call]"
-            try:
-                if not outcome.has_state:
-                    await asyncio.to_thread(_copy, begin, kept)
-                await asyncio.to_thread(store.keep, kept, TRAJECTORY.get(), keep)
-            except OSError as error:
-                note = _not_kept(error)
+            if not outcome.has_state:
+                await asyncio.to_thread(_copy, begin, kept)
+            await asyncio.to_thread(store.keep, kept, TRAJECTORY.get(), keep)
+        except OSError as error:
+            text = f"the state cannot be written to {store.folder}: {error.strerror}"
+            raise ToolBroken(text, failure="lasting") from error
+        note = "" if outcome.has_state else "\n[the session is as it was before this call]"
         return Outcome(outcome.status, (outcome.text + note).lstrip("\n"))
-
-
-def _not_kept(error: OSError) -> str:
-    return f"\n[the state could not be kept: {error.strerror}]"
 
 
 def _copy(begin: BinaryIO | None, kept: BinaryIO) -> None:
