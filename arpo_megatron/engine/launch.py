@@ -34,6 +34,7 @@ from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.utils.ports import free_ports, is_loopback
 from arpo_megatron.utils.processes import last_lines, stop_groups
 from arpo_megatron.utils.service_spec import ServiceSpec
+from arpo_megatron.utils.temporary import temporary_folder
 from tools_sandbox.utils.temporary import TemporaryFolder
 
 SCRATCH_PREFIX = "arpo-scratch-"
@@ -143,10 +144,10 @@ def launch_engine(
         options: see `engine_service`.
 
     Raises:
-        UserError: no model at `model_path`.
+        UserError: no model at `model_path`, or no temporary folder.
         EngineStartError: the server ended or missed `engine.startup_timeout_s`. Nothing is left running.
     """
-    scratch = TemporaryFolder(SCRATCH_PREFIX)
+    scratch = temporary_folder(SCRATCH_PREFIX)
     process: subprocess.Popen[bytes] | None = None
     try:
         spec = engine_service(

@@ -5,16 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Protocol
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.launch import SCRATCH_PREFIX
-from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import Placement, placement
 from arpo_megatron.utils.ports import free_ports
 from arpo_megatron.utils.service_spec import ServiceSpec
-from tools_sandbox.utils.temporary import TemporaryFolder
+from arpo_megatron.utils.temporary import temporary_folder
 
 
 class Backend(Protocol):
@@ -79,13 +77,7 @@ class LocalBackend:
         Raises:
             UserError: there is no room for it, or no file locks.
         """
-        try:
-            folder = TemporaryFolder(SCRATCH_PREFIX)
-        except OSError as error:
-            why = error.strerror or error
-            raise UserError(
-                f"no temporary directory in {gettempdir()} ({why}): set TMPDIR to a local filesystem with room"
-            ) from None
+        folder = temporary_folder(SCRATCH_PREFIX)
         try:
             yield folder.path
         finally:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from arpo_megatron.utils.processes import REAP_DEADLINE_S, STORE_FILE, bind_to_parent, exit_code, how_it_ended
 from arpo_megatron.utils.signals import Interrupted, interrupt_on_signals, interrupts_deferred, interrupts_ignored
-from tools_sandbox.utils.temporary import TemporaryFolder
+from arpo_megatron.utils.temporary import temporary_folder
 
 _FOLDER_PREFIX = "arpo-ranks-"
 _POLL_INTERVAL_S = 0.05
@@ -36,11 +37,17 @@ def main() -> None:
         sys.exit(run_ranks(command, count))
     except Interrupted:
         sys.exit(128 + signal.SIGTERM)
+    except UserError as error:
+        print(f"arpo: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run a command on `count` ranks; return 0, or the exit code of a rank that failed; a killed rank goes first."""
-    folder = TemporaryFolder(_FOLDER_PREFIX)
+    """Run a command on `count` ranks; return 0, or the exit code of a rank that failed; a killed rank goes first.
+
+    Raises UserError if there is no folder for the ranks' store.
+    """
+    folder = temporary_folder(_FOLDER_PREFIX)
     ranks: list[Rank] = []
     try:
         with interrupts_deferred():

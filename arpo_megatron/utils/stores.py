@@ -54,5 +54,7 @@ def rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 @cache
 def _launcher_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     if path := os.environ.get(STORE_FILE):
-        return FileStore(path, world_size)
+        store = FileStore(path, world_size)
+        store.set_timeout(timeout)
+        return store
     return tcp_store(rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)

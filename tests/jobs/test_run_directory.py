@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import choose_run, resolve
+from arpo_megatron.launch import ranks
 from arpo_megatron.launch.backend import LocalBackend
 from arpo_megatron.launch.job import open_job
 
@@ -70,7 +72,9 @@ def test_refused_second_job_does_not_change_the_run() -> None:
     assert run.config.read_bytes() == before
 
 
-def test_lock_that_the_filesystem_does_not_offer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_that_the_filesystem_does_not_offer_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = choose_run.fresh(resolve.resolve("quickstart"))
 
     def no_locks(*_: object) -> None:
@@ -81,6 +85,13 @@ def test_lock_that_the_filesystem_does_not_offer_is_one_line(monkeypatch: pytest
         pass
     with pytest.raises(UserError, match=r"no temporary directory in .* \(No locks available\): set TMPDIR"):
         LocalBackend().scratch().__enter__()
+    monkeypatch.setattr("sys.argv", ["ranks", "2", "arpo_megatron.sft"])
+    monkeypatch.setattr(ranks, "interrupt_on_signals", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        ranks.main()
+    assert re.fullmatch(
+        r"arpo: no temporary directory in .* \(No locks available\): set TMPDIR.*\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("content", ["", '{"st'])
