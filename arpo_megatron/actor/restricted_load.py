@@ -96,7 +96,7 @@ class _Reader(FileSystemReader):
             except OSError:
                 raise
             except Exception as error:  # a damaged pickle can raise anything
-                raise _refusal(path, " ".join(str(error).split())) from None
+                raise _refusal(path, str(error)) from None
             self._metadata = metadata
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
@@ -149,7 +149,7 @@ def _load(where: Path | str, content: io.BytesIO, map_location: str | None = Non
     except pickle.UnpicklingError:  # its text advises to load without limits
         raise _refusal(where, _MORE) from None
     except Exception as error:  # a damaged archive can raise anything
-        raise _refusal(where, " ".join(str(error).split())[:_REASON_CHARS]) from None
+        raise _refusal(where, str(error)) from None
 
 
 def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:
@@ -168,7 +168,7 @@ def check_module_states(state: Mapping[str, Any], *, fp8: bool) -> None:
         try:
             _ModuleStateUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
         except Exception as error:  # a damaged pickle can raise anything
-            raise _refusal(name, " ".join(str(error).split())) from None
+            raise _refusal(name, str(error)) from None
 
 
 class _ModuleStateUnpickler(_Unpickler):
@@ -196,4 +196,7 @@ def _load_storage(content: bytes) -> Any:
 
 
 def _refusal(where: Path | str, why: str) -> UserError:
+    """`why` may contain text from the checkpoint, which must not reach a terminal as it is."""
+    one_line = " ".join(why[: 2 * _REASON_CHARS].split())
+    why = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in one_line)[:_REASON_CHARS]
     return UserError(f"the checkpoint's {where} is damaged or may run code: {why}. Use a checkpoint that arpo wrote")

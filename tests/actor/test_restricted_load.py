@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.restricted_load import check_module_states
+from arpo_megatron.actor.restricted_load import _Reader, check_module_states
 from arpo_megatron.actor.stored_weights import stored_tensors
 from arpo_megatron.errors import UserError
 from tests.actor import cases
@@ -102,8 +102,23 @@ def test_damaged_metadata_is_refused_in_one_line(tmp_path: Path, content: bytes)
     (checkpoint := tmp_path / "checkpoint").mkdir()
     cases.save(actor, checkpoint)
     (checkpoint / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"\.metadata"):
+    with pytest.raises(UserError, match=r"\.metadata") as refused:
         actor.load(checkpoint)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+
+
+def test_text_of_a_checkpoint_reaches_no_terminal(tmp_path: Path) -> None:
+    """A name in it could be 100,000 characters long, or clear the screen and forge lines."""
+    name = "\x1b[2J\x9b2Kfine" + "x" * 100_000
+    content = f"c{name}\n{name}\n.".encode()
+    (tmp_path / ".metadata").write_bytes(content)
+    for read in (
+        lambda: _Reader(tmp_path).read_metadata(),
+        lambda: check_module_states(as_state(content), fp8=True),
+    ):
+        with pytest.raises(UserError) as refused:
+            read()
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize("damage", [lambda content: b"", lambda content: content[:-9], lambda content: bytes(99)])
