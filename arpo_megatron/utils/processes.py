@@ -1,7 +1,6 @@
 """Process groups: how they are ended, what their logs say, and how they die with the process that started them."""
 
 import contextlib
-import ctypes
 import os
 import re
 import resource
@@ -13,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from tools_sandbox.utils import linux
+
 PARENT_WATCH_INTERVAL_S = 0.5
 _TAIL_BYTES, _LINE_CHARS = 2**22, 2000
 RANK_FAILED = "---- rank {rank} failed:"
@@ -60,7 +59,7 @@ def stop_groups(processes: Sequence[subprocess.Popen[Any]], grace_s: float = GRA
 
 def die_with_parent() -> None:
     """Ask the kernel to kill the calling process when the thread that started it ends (Linux prctl(2))."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    linux.die_with_parent(signal.SIGKILL)
 
 
 def bind_to_parent(parent_pid: int) -> None:
