@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -265,6 +266,37 @@ def test_existing_group_gets_limits_before_call(tmp_path: Path) -> None:
             groups.open_slot(7, 512, 5_000_000)
     finally:
         groups.remove()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="no groups of ours here")
+def test_new_group_is_not_taken_for_one_of_a_killed_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services start at once: others look for leftovers before the first one has locked its group."""
+    alone, why_not = cgroups.find()
+    if alone is None:
+        pytest.skip(why_not)
+    alone.remove()
+    set_up, first = cgroups._set_up, threading.current_thread()
+    others, found = list[threading.Thread](), list[cgroups.Groups | None]()
+
+    def interrupted(version: int, held: str, folder: int) -> None:
+        if threading.current_thread() is first:
+            others.append(threading.Thread(target=lambda: found.append(cgroups.find()[0])))
+            others[-1].start()
+            others[-1].join(0.05)
+        set_up(version, held, folder)
+
+    monkeypatch.setattr(cgroups, "_set_up", interrupted)
+    groups, _ = cgroups.find()
+    for other in others:
+        other.join()
+    assert groups is not None
+    try:
+        assert groups.controllers == alone.controllers
+        groups.open_slot(0, 512, 40)
+    finally:
+        for each in (groups, *found):
+            if each is not None:
+                each.remove()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="no groups of ours here")

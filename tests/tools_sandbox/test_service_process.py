@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import re
 import signal
 import socket
@@ -29,6 +31,7 @@ from tools_sandbox.__main__ import _CannotStartError, _listen
 from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import CacheConfig, ConfigError, load_config
 from tools_sandbox.service.cache import AnswerCache
+from tools_sandbox.utils.temporary import TemporaryFolder
 
 StartService = Callable[..., Any]
 SLEEPER = {"code": "import time; time.sleep(60)"}
@@ -165,6 +168,25 @@ def test_next_service_removes_leftovers_of_killed_one(start_service: StartServic
     start_service(env=env)
     assert not left.exists()
     assert len(list(tmp_path.glob("tools_sandbox-python-*"))) == 1
+
+
+def test_next_folder_removes_one_that_was_not_locked_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old, young = tmp_path / ".some-old", tmp_path / ".some-young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, 0))
+    made = TemporaryFolder("some-")
+    assert set(tmp_path.iterdir()) == {made.path, young}
+    made.remove()
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(OSError, match="No locks"):
+        TemporaryFolder("some-")
+    assert list(tmp_path.iterdir()) == [young]
 
 
 def test_calls_wait_for_zygote_restart(start_service: StartService, tmp_path: Path) -> None:

@@ -103,8 +103,13 @@ def find() -> tuple[Groups | None, str]:
         for held, path in wanted.items():
             try:
                 parents[held] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                _remove_stale(parents[held])
-                folders[held] = _make_folder(version, held, parents[held], name)
+                # One zygote at a time: none may find the group of another that is about to lock it.
+                fcntl.flock(parents[held], fcntl.LOCK_EX)
+                try:
+                    _remove_stale(parents[held])
+                    folders[held] = _make_folder(version, held, parents[held], name)
+                finally:
+                    fcntl.flock(parents[held], fcntl.LOCK_UN)
             except OSError as error:
                 reasons.append(f"{held} in {path}: {error.strerror}")
         if folders:

@@ -6,8 +6,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+
+_UNLOCKED_S = 60.0
+"""A hidden folder that is younger may be about to be locked."""
 
 
 class TemporaryFolder:
@@ -18,14 +22,14 @@ class TemporaryFolder:
     """
 
     def __init__(self, prefix: str) -> None:
-        for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            with suppress(OSError):  # another user's, in use, or just removed
-                lock = _locked(other)
-                shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
+        _remove_old(prefix)
         # It gets the name that other processes look for only when it is locked.
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
-        self._lock: int | None = _locked(made)
+        try:
+            self._lock: int | None = _locked(made)
+        except OSError:
+            made.rmdir()
+            raise
         self.path = made.rename(made.with_name(made.name.removeprefix(".")))
 
     def remove(self) -> None:
@@ -34,6 +38,17 @@ class TemporaryFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def _remove_old(prefix: str) -> None:
+    folder = Path(tempfile.gettempdir())
+    for other in (*folder.glob(f"{prefix}*"), *folder.glob(f".{prefix}*")):
+        with suppress(OSError):  # another user's, in use, or just removed
+            if other.name.startswith(".") and time.time() - other.stat().st_mtime < _UNLOCKED_S:
+                continue
+            lock = _locked(other)
+            shutil.rmtree(other, ignore_errors=True)
+            os.close(lock)
 
 
 def _locked(folder: Path) -> int:
