@@ -4,16 +4,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
 from rich.console import Console
 from rich.text import Text
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.tree_view import printable
-from arpo_megatron.utils.chat_client import with_version
+from arpo_megatron.serving import TOKEN_VARIABLE
+from arpo_megatron.utils.chat_client import UnreadableReplyError, model_names, open_client, with_version
+from arpo_megatron.utils.signals import run_in_loop
 
 _SHADES = ((1.5, "bold red"), (0.7, "red"), (0.2, "yellow"))
 """Least entropy in nats of each color."""
+_MODELS_DEADLINE_S = 120.0
+"""Time for the list of models; an agent that has just been started loads its tokenizer first."""
 
 Read = Callable[[], str | None]
 """Returns the user's next message; None ends the conversation."""
@@ -32,18 +37,15 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
     Raises:
         UserError: nothing answers at the address, or it refuses the token.
     """
+    model = run_in_loop(_first_model(url, key))
     client = openai.OpenAI(base_url=with_version(url), api_key=key or "none", max_retries=0)
-    try:
-        model = client.models.list().data[0].id
-    except (openai.APIError, IndexError) as error:
-        raise UserError(f"{url} does not answer as a chat server: {error}") from None
     messages: list[Any] = []
     failed = False
     while (said := read()) is not None:
         messages.append({"role": "user", "content": said})
         try:
             answer = _answer(client, model, messages, console, show_entropy)
-        except openai.APIError as error:
+        except (openai.APIError, httpx.HTTPError, ValueError) as error:  # also a stream that is cut, or no JSON
             console.print(Text(f"error: {_harmless(str(error))}", "red"))
             messages.pop()
             failed = True
@@ -51,6 +53,20 @@ def chat(url: str, key: str, *, console: Console, read: Read, show_entropy: bool
         console.print()
         messages.append(answer)
     return bool(messages) or not failed
+
+
+async def _first_model(url: str, key: str) -> str:
+    """Return the name of the server's first model. Raises UserError as `chat` does."""
+    try:
+        async with open_client(with_version(url), key=key, deadline_s=_MODELS_DEADLINE_S, retries=0) as client:
+            return (await model_names(client))[0]
+    except openai.AuthenticationError:
+        wrong = f"the token is missing or wrong: set {TOKEN_VARIABLE} to that of `arpo serve`"
+        raise UserError(f"{url} refuses the request: {wrong}") from None
+    except IndexError:
+        raise UserError(f"{url} does not answer as a chat server: it has no model") from None
+    except (openai.APIError, httpx.InvalidURL, UnreadableReplyError) as error:
+        raise UserError(f"{url} does not answer as a chat server: {error}") from None
 
 
 def _answer(

@@ -146,12 +146,25 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
 def serving(
     target: str, overrides: Sequence[str], listening: socket.socket, *, concurrency: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Serve an agent from a thread inside the block; yield address and token. Raises as `serve` does."""
+    """Serve an agent from a thread inside the block; yield address and token.
+
+    Raises as `serve` does; a service that fails for good is reported at once, and raised after the block.
+    """
     found, config = plan(target, overrides, or_url=True)
     request = ServeRequest(target, overrides, plain=False, token=secrets.token_urlsafe(24), concurrency=concurrency)
+    failed: list[Exception] = []
     with listening, agent_services(found, config) as (job, ready):
         server = _Server(request, found, config, ready)
-        thread = threading.Thread(target=lambda: asyncio.run(server.run(listening, job.check)), daemon=True)
+
+        def run() -> None:
+            try:
+                asyncio.run(server.run(listening, job.check))
+            except Exception as error:  # of any service; raised below
+                failed.append(error)
+                listening.close()  # or the next question would wait for an answer
+                job.progress.note(f"the agent is no longer served: {str(error).splitlines()[0]}")
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         host, port = listening.getsockname()[:2]
         try:
@@ -159,6 +172,8 @@ def serving(
         finally:
             server.stop()
             thread.join(_END_S)
+        if failed:
+            raise failed[0]
 
 
 class _Server:

@@ -38,24 +38,34 @@ class Grower:
 
     def weights(self) -> str:
         """Return the source of the weights, in words of the agent. Raises UserError if it does not answer."""
-        entry = self._send("GET", "/models")["data"][0]
-        return str(entry.get("weights") or entry["id"])
+        match self._send("GET", "/models"):
+            case {"data": [{"weights": str(source)}, *_]} if source:
+                return source
+            case {"data": [{"id": str(name)}, *_]}:
+                return name
+        raise UserError(f"{self.url} does not answer as `arpo serve`: it lists no model")
 
     def sample(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request for continuations (`serving.continuations`). Raises UserError if it fails."""
-        return self._send("POST", "/continuations", body)
+        match self._send("POST", "/continuations", body):
+            case {"text": str(), "weights": str(), "continuations": list()} as answer:
+                return answer
+        raise UserError(f"{self.url} does not answer as `arpo serve`: it returns no continuations")
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
             answer = httpx.request(
                 method, f"{with_version(self.url)}{path}", json=body, headers=headers, timeout=_TIMEOUT_S
             )
-            content: dict[str, Any] = answer.json()
+            content = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise UserError(f"{self.url} does not answer as `arpo serve`: {error}") from None
         if answer.status_code != 200:
-            raise UserError(f"{self.url} refuses: {content.get('error', {}).get('message', answer.status_code)}")
+            match content:
+                case {"error": {"message": str(reason)}}:
+                    raise UserError(f"{self.url} refuses: {reason}")
+            raise UserError(f"{self.url} refuses: HTTP status {answer.status_code}")
         return content
 
 

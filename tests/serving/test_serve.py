@@ -4,9 +4,9 @@ import asyncio
 import io
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,8 @@ from aiohttp import web
 from rich.console import Console
 
 from arpo_megatron.cli.main import run_command
-from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.errors import UserError
-from arpo_megatron.evaluation.target import EvalTarget, TargetKind
-from arpo_megatron.jobs.run_directory import RunDirectory
-from arpo_megatron.launch.services import Job
-from arpo_megatron.launch.supervisor import ProcessDiedError, Supervisor
-from arpo_megatron.monitor.events import EventLog
-from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.serving import serve
@@ -348,46 +341,6 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
     ):
         refused = httpx.post(f"{address}/v1/continuations", json=body | given, headers=headers, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(place)
-
-
-class Restarting(Supervisor):
-    """Doubles for a supervisor whose engine is restarted once, and then fails for good."""
-
-    checks_left = 2
-
-    def check(self) -> None:
-        if self.checks_left == 0:
-            raise ProcessDiedError("engine was killed by SIGKILL, after 1 restarts")
-        if self.checks_left == 2:
-            EventLog(self._logs / "events.jsonl").emit(
-                "restart", service="engine", state="down", text="engine was killed by SIGKILL; restart 1 of 1 in 1 s"
-            )
-        self.checks_left -= 1
-
-
-def test_restarts_of_services_are_shown_while_an_agent_is_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    shown = io.StringIO()
-    job = Job(
-        JobConfig(name="test"), RunDirectory(tmp_path), Restarting(tmp_path), Progress(Console(file=shown, width=200))
-    )
-    agent = Agent(None, "", None, None, LIMITS, CODEC, lambda _: "")  # type: ignore[arg-type]  # no request comes
-
-    @asynccontextmanager
-    async def open_agent(*_: object) -> AsyncIterator[Agent]:
-        yield agent
-
-    monkeypatch.setattr(
-        serve, "plan", lambda *_: (EvalTarget(TargetKind.MODEL, "agent", model=tmp_path), JobConfig(name="test"))
-    )
-    monkeypatch.setattr(serve, "agent_services", lambda *_: nullcontext((job, None)))
-    monkeypatch.setattr(serve, "open_agent", open_agent)
-    request = serve.ServeRequest("agent", (), plain=False, token=TOKEN, concurrency=1)
-    with pytest.raises(ProcessDiedError):
-        serve.serve(request, lambda: (socket.create_server(("127.0.0.1", 0)), "http://127.0.0.1"))
-    assert "next: ARPO_SERVE_TOKEN=TOKEN arpo chat http://127.0.0.1/v1\n" in shown.getvalue() + capfd.readouterr().err
-    assert shown.getvalue().count("engine was killed by SIGKILL; restart 1 of 1 in 1 s") == 1
 
 
 def test_second_turn_has_the_results_of_the_first(scripted_engine: Start, sandbox_url: str) -> None:
