@@ -56,8 +56,9 @@ def serve(
 ) -> None:
     """Serve a trained agent with OpenAI's chat protocol: it calls its tools by itself and streams what it writes.
 
-    Prints the address when it answers. The token is read from ARPO_SERVE_TOKEN, or made and printed. A Slurm job
-    listens on its node's address, asks for a token, and writes both to its log (`arpo logs RUN --service serve`).
+    Prints the address when it answers. A token in ARPO_SERVE_TOKEN is always asked for; without one, a needed token is
+    made and printed. A Slurm job listens on its node's address, asks for a token, and writes both to its log
+    (`arpo logs RUN --service serve`).
     """
     if cluster is not None:
         given = {"step": step, "port": port, "plain": plain, "concurrency": concurrency}
@@ -78,14 +79,14 @@ def serve(
         print(f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}")
         next_after_dry_run()
         return
-    secret = None
-    if token or not is_loopback(host):
-        secret = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-        if TOKEN_VARIABLE not in os.environ:
-            typer.echo(f"token: {secret}", err=True)
+    wanted = DEFAULT_PORT if port is None else port
+    secret = os.environ.get(TOKEN_VARIABLE) or None
+    if secret is None and (token or not is_loopback(host)):
+        secret = secrets.token_urlsafe(24)
+        typer.echo(f"token: {secret}", err=True)
 
     def bind() -> tuple[socket.socket, str]:
-        listening = listen(host, DEFAULT_PORT if port is None else port)
+        listening = listen(host, wanted)
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  all addresses: none to name
         shown = f"[{name}]" if ":" in name else name
         return listening, f"http://{shown}:{listening.getsockname()[1]}"
@@ -112,7 +113,8 @@ def chat(
 ) -> None:
     """Talk to an agent in the terminal: its text as it is written, its tool calls, and their results.
 
-    An empty line ends the conversation. Exits with code 1 if every question failed.
+    An empty line ends the conversation. Exits with code 1 if every question failed. For a URL, ARPO_SERVE_TOKEN is the
+    token of its server.
     """
     from rich.console import Console
 

@@ -161,8 +161,11 @@ class Agent:
             start.prompt_tokens + limits.max_response_tokens - len(ids),
             max_tokens or limits.max_length,
         )
-        if room <= 0:
+        if len(ids) >= limits.max_length:
             raise ValueError(f"the conversation has {len(ids)} tokens; the model's context has {limits.max_length}")
+        if room <= 0:
+            used = f"{len(ids) - start.prompt_tokens} of max_response_tokens={limits.max_response_tokens}"
+            raise ValueError(f"no room for an answer: {used} tokens are used")
         state = _State(prompt=len(ids), ids=ids, end=len(ids) + room, history=start.history)
         while state.left > 0:
             turn = _Turn(self.codec)

@@ -6,11 +6,12 @@ the extension field `entropy`, in nats. `warnings` names parameters without effe
 `/v1/continuations` samples from the middle of a trajectory.
 """
 
+import asyncio
 import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
+from arpo_megatron.serving import TOKEN_VARIABLE
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
 from arpo_megatron.serving.requests import ChatRequest, check_plain, read_request
@@ -40,12 +42,16 @@ _REFUSED = (ValueError, EngineRefusedError)
 """The request cannot be answered."""
 _UNAVAILABLE = (aiohttp.ClientError, SandboxError, EngineUnavailableError, TimeoutError)
 """A service cannot be reached."""
+_HEALTH_S = 5.0
+"""Time for the engine's health; a hung one does not answer."""
 _NO_SEED = "seed has no effect: equal seeds give equal answers only on a GPU with engine.deterministic=true"
 _NOT_RUN = {
     Finish.MALFORMED: "the last tool call was not run: the model wrote no valid call",
     Finish.CALL_LIMIT: "the last tool call was not run: the limit of calls is reached (rollout.max_tool_calls)",
 }
 """Ends of an answer that its text alone does not explain."""
+_CLIENT_LEFT = 499
+"""Status of a response that is not sent (nginx's number)."""
 _ANSWERS = "arpo_answers"
 """Key of a request's scope: the number of answers that it has in progress."""
 
@@ -103,9 +109,10 @@ def application(served: Served) -> Starlette:
 
     async def health(_: Request) -> Response:
         try:
-            async with served.agent.session.get(f"{served.agent.engine_url}/health") as answer:
+            url = f"{served.agent.engine_url}/health"
+            async with served.agent.session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as answer:
                 status = answer.status
-        except aiohttp.ClientError:
+        except (TimeoutError, aiohttp.ClientError):
             status = 503
         return JSONResponse({"status": "ok" if status == 200 else "engine down"}, 200 if status == 200 else 503)
 
@@ -135,10 +142,12 @@ def application(served: Served) -> Starlette:
         served.counts["requests"] += 1
         match wanted:
             case ChatRequest():
-                return await _answer(served, wanted)
+                answer = _answer(served, wanted)
             case ContinuationRequest():
-                return await _continue(served, wanted)
-        return await _pass_through(served, body)
+                answer = _continue(served, wanted)
+            case None:
+                answer = _pass_through(served, body)
+        return await _until_client_leaves(request, answer)
 
     routes = [
         Route("/v1/chat/completions", generate, methods=["POST"]),
@@ -172,11 +181,23 @@ class _Guard:
             elif not hmac.compare_digest(
                 headers.get("authorization", "").removeprefix("Bearer ").encode(), self.served.token.encode()
             ):
-                answer = _error(401, "the token is missing or wrong")
+                answer = _error(401, f"the token is missing or wrong: set {TOKEN_VARIABLE} to that of `arpo serve`")
         try:
             await answer(scope, receive, send)
         finally:
             self.served.running -= scope.get(_ANSWERS, 0)
+
+
+async def _until_client_leaves(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Return an answer, or cancel it if the client leaves before. A streamed one is ended by Starlette."""
+    answering, leaving = asyncio.create_task(answer), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else Response(status_code=_CLIENT_LEFT)
+    finally:
+        answering.cancel()
+        leaving.cancel()
+        await asyncio.wait((answering, leaving))
 
 
 def _no_model(served: Served, wanted: str | None) -> Response | None:
@@ -316,8 +337,13 @@ async def _stream(
                     yield chunk({}, event.reason, more={"usage": _usage(event), **noted})
     except (*_REFUSED, *_UNAVAILABLE) as error:
         served.counts["errors"] += 1
-        yield f"data: {json.dumps({'error': {'message': _text(error)}})}\n\n"
+        yield _error_event(error)
     yield "data: [DONE]\n\n"
+
+
+def _error_event(error: BaseException) -> str:
+    """Return the event that ends a stream with an error; OpenAI's client raises it."""
+    return f"data: {json.dumps({'error': {'message': _text(error)}})}\n\n"
 
 
 async def _pass_through(served: Served, body: bytes) -> Response:
@@ -332,8 +358,13 @@ async def _pass_through(served: Served, body: bytes) -> Response:
 
     async def content() -> AsyncIterator[bytes]:
         async with answer:
-            async for part in answer.content.iter_any():
-                yield part
+            try:
+                async for part in answer.content.iter_any():
+                    yield part
+            except (TimeoutError, aiohttp.ClientError) as error:  # the engine has ended in the middle
+                served.counts["errors"] += 1
+                if answer.content_type == "text/event-stream":
+                    yield _error_event(error).encode()
 
     return StreamingResponse(content(), answer.status, media_type=answer.content_type)
 

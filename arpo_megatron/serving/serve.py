@@ -125,12 +125,14 @@ def serve(request: ServeRequest, bind: Callable[[], tuple[socket.socket, str]]) 
 
     Args:
         request: what to serve.
-        bind: returns a listening socket and its address; called after the services are up.
+        bind: returns a listening socket and its address. Also called, and the socket closed, before the services start:
+            an address that cannot be used is known at once.
 
     Raises:
         UserError, ProcessDiedError: see `agent_services`; also if a service fails for good.
     """
     target, config = plan(request.target, request.overrides, request.model)
+    bind()[0].close()
     with agent_services(target, config) as (job, ready):
         server = _Server(request, target, config, ready)
         with interrupts_call(server.end):
@@ -177,7 +179,7 @@ def serving(
 
 
 class _Server:
-    """The web server of an agent. It ends in order: answers in progress are finished."""
+    """The web server of an agent. It ends in order: answers in progress have `_END_S` seconds."""
 
     def __init__(self, request: ServeRequest, target: EvalTarget, config: JobConfig, ready: ServiceEndpoints) -> None:
         self._request, self._target, self._config, self._ready = request, target, config, ready

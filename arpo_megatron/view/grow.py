@@ -49,7 +49,7 @@ class Grower:
         """Send a request for continuations (`serving.continuations`). Raises UserError if it fails."""
         match self._send("POST", "/continuations", body):
             case {"text": str(), "weights": str(), "continuations": list()} as answer:
-                return answer
+                return dict(answer)
         raise UserError(f"{self.url} does not answer as `arpo serve`: it returns no continuations")
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -330,6 +330,7 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
         assert CODEC.decode(result["token_ids"]) == " <result>\n4\n</result>"
         assert result["tool"]["arguments"] == {"code": "2*2"} and result["tool"]["status"] == "ok"
         assert CODEC.decode(end["token_ids"]) == f"{PLAN[2]}\0" and end["finish"] == "end"
+    full = {"token_ids": [*body["token_ids"], *CODEC.encode("." * LIMITS.max_response_tokens)]}
     body["calls"] *= 3
     last = httpx.post(f"{address}/v1/continuations", json=body, headers=headers, timeout=60).json()["continuations"]
     assert [[segment["finish"] for segment in one["segments"]] for one in last] == [["call_limit"]] * 2
@@ -338,6 +339,7 @@ def test_continuations_begin_in_the_middle_of_a_trajectory(address: str) -> None
         ({"n": 5}, "n: 5 is more than --concurrency 4"),
         ({"token_ids": [CODEC.vocabulary_size]}, "token_ids: "),
         ({"token_ids": [-1]}, "token_ids: "),
+        (full, "no room for an answer: "),
     ):
         refused = httpx.post(f"{address}/v1/continuations", json=body | given, headers=headers, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(place)
@@ -365,7 +367,7 @@ def test_chat_shows_text_calls_and_results(address: str) -> None:
     chat(f"{address}/v1", TOKEN, console=console, read=lambda: next(said))
     shown = output.getvalue()
     assert PLAN[2] in shown and "python ok in" in shown and "  | 2\n" in shown
-    with pytest.raises(UserError, match="does not answer as a chat server"):
+    with pytest.raises(UserError, match="missing or wrong: set ARPO_SERVE_TOKEN to that of `arpo serve`"):
         chat(f"{address}/v1", "other", console=console, read=lambda: None)
 
 
