@@ -1,5 +1,6 @@
 """Parts are found by name, the project's own and those of installed packages; what is wrong is one line."""
 
+import math
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -16,7 +17,7 @@ from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan.workload import mix
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, check_params, load, make, names
 from arpo_megatron.rewards import make_reward
-from arpo_megatron.rewards.base import Response, ResponseGroup
+from arpo_megatron.rewards.base import Response, ResponseGroup, Score
 from arpo_megatron.rewards.function import as_reward
 from arpo_megatron.tasks.base import Task
 
@@ -170,6 +171,14 @@ def test_every_kind_of_number_is_a_reward(value: Any) -> None:
     question = Task("t", ({"role": "user", "content": "q"},), "2", "math", "q")
     (score,) = reward.score_group(ResponseGroup(question, [Response("abc")]))
     assert (score.reward, score.accuracy, type(score.reward)) == (1.0, 1.0, float)
+
+
+@pytest.mark.parametrize("score", [Score(math.nan, 0.0, True), Score(1.0, math.inf, True)])
+def test_score_that_is_no_number_is_refused(score: Score) -> None:
+    reward = as_reward(lambda question, answer, trajectory: score, "mine")
+    question = Task("t", ({"role": "user", "content": "q"},), "2", "math", "q")
+    with pytest.raises(UserError, match=r"reward.kind=mine returned Score\(.* for t: it must return a number"):
+        reward.score_group(ResponseGroup(question, [Response("abc")]))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -77,28 +79,37 @@ def _tools_except_python(config: ToolServiceConfig) -> list[Tool]:
 
 def _load_plugin(plugin: PluginConfig) -> Tool:
     try:
-        tool = _plugin_class(plugin.name)(**plugin.options)
+        component, code = _plugin_class(plugin.name)
+        tool = component(**plugin.options)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f'plugins: "{plugin.name}" cannot be created: {type(error).__name__}: {error}') from error
     if not isinstance(tool, Tool):
         raise ConfigError(f'plugins: "{plugin.name}" is not a tools_sandbox.tool.Tool')
+    tool.fingerprint = json.dumps([tool.fingerprint, code, plugin.options], sort_keys=True, default=str)
     return tool
 
 
-def _plugin_class(name: str) -> Any:
-    """Import the class of an entry point, or of a file for a name like `/path/my.py:MyTool`."""
+def _plugin_class(name: str) -> tuple[Any, str]:
+    """Import the class of an entry point, or of a file for a name like `/path/my.py:MyTool`.
+
+    Returns:
+        the class, and what changes with its code: the digest of the file, or the version of the package.
+    """
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        code = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        place = hashlib.sha256(path.encode()).hexdigest()[:8]  # files of one name, or of the name of a module
+        spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_{place}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # pydantic looks annotations up in their module
         spec.loader.exec_module(module)
-        return getattr(module, attribute)
+        return getattr(module, attribute), code
     offered = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in offered:
         known = ", ".join(sorted(offered)) or "none"
         raise ConfigError(f'plugins: no installed package offers "{name}" in {ENTRY_POINTS} (installed: {known})')
-    return offered[name].load()
+    package = offered[name].dist
+    return offered[name].load(), "" if package is None else f"{package.name} {package.version}"

@@ -36,7 +36,7 @@ from arpo_megatron.rewards.judge.judge import Judge
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.protocols.build import reading_protocol
 from arpo_megatron.tasks.protocols.tools import tool_names
-from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS, RENDERED
+from arpo_megatron.tasks.system_prompts import ARPO_PROMPTS, RENDERED, read_prompt
 from arpo_megatron.utils.atomic import write_json
 
 _LOG_EVERY_S = 10.0
@@ -189,10 +189,7 @@ def _test_sets(
 def _system_prompt(request: EvalRequest, target: EvalTarget, config: JobConfig, *, trained: bool) -> str | None:
     """Return the user's system prompt, or that of the training data of a trained run; None for the default."""
     if request.system_prompt is not None:
-        try:
-            return request.system_prompt.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise UserError(f"--system-prompt {request.system_prompt}: {error.strerror}") from None
+        return read_prompt(request.system_prompt, f"--system-prompt {request.system_prompt}")
     if request.setting is Setting.AUTHORS:
         return ARPO_PROMPTS["arpo_no_tools" if request.tools is Tools.NONE else "arpo"]
     return training_prompt(config) if trained and target.kind is TargetKind.RUN else None
@@ -269,16 +266,16 @@ def _answer(evaluation: _Evaluation, prompted: PromptedQuestions, journal: Journ
 
 def _with_tools(pending: Sequence[PendingQuestion], evaluation: _Evaluation) -> list[PendingQuestion]:
     """Return the questions with prompts that have the tools of the agent, whose definitions are known now."""
-    model, config = evaluation.target.model, evaluation.config
-    named = config.rollout.system_prompt
-    if named is None and evaluation.system is None and config.rollout.protocol != "tags":
-        named = RENDERED  # the default prompts explain tags
-    if evaluation.request.system_prompt is not None:
-        named = None
-    if evaluation.tools is Tools.NONE or model is None:
+    target, config = evaluation.target, evaluation.config
+    if evaluation.tools is Tools.NONE or target.is_oracle:
         return list(pending)
+    named = None if evaluation.request.system_prompt is not None else config.rollout.system_prompt
+    usual = config.rollout.protocol == "tags" and (config.rollout.tools is None or target.kind is TargetKind.RUN)
+    if named is None and evaluation.system is None and evaluation.sets and not usual:
+        named = RENDERED  # the default prompts explain tags, search and python
     asked = [each.task for each in pending]
-    tasks = with_tool_prompts(asked, config, evaluation.out, load_tokenizer(model), named)
+    tokenizer = None if target.model is None else load_tokenizer(target.model)
+    tasks = with_tool_prompts(asked, config, evaluation.out, tokenizer, named)
     return [replace(each, task=task) for each, task in zip(pending, tasks, strict=True)]
 
 

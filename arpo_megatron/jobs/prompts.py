@@ -15,16 +15,11 @@ from arpo_megatron.tasks.files.mixture import change_tasks
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
 from arpo_megatron.tasks.protocols.tools import DEFAULT_TOOLS, ToolDefinition
-from arpo_megatron.tasks.system_prompts import RENDERED, system_prompt
+from arpo_megatron.tasks.system_prompts import system_prompt
 from arpo_megatron.utils.atomic import atomic_write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-def needs_definitions(config: JobConfig) -> bool:
-    """Return whether prompts contain the definitions of the tools."""
-    return config.rollout.protocol != "tags" or config.rollout.system_prompt == RENDERED
 
 
 def save_definitions(run: RunDirectory, tools: Sequence[ToolDefinition]) -> None:

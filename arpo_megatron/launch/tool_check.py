@@ -16,7 +16,7 @@ from typing import Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.inputs import JobData, write_tool_files
-from arpo_megatron.jobs.prompts import needs_definitions, save_definitions
+from arpo_megatron.jobs.prompts import save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import mcp_servers
 from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, check_loads
@@ -71,7 +71,7 @@ def check_tools_of(config: JobConfig, resumed: RunDirectory | None = None) -> li
 def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True) -> list[str]:
     """Start the service of a job that has tools of its own, ask for its tools, and end it.
 
-    Their definitions are written to the run directory, if the prompts contain them.
+    Their definitions are written to the run directory, for prompts that contain them.
 
     Args:
         config: config of the job.
@@ -92,7 +92,7 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
         except VerifiersError as error:
             raise UserError(f"rollout.environment=verifiers: {error}") from None
     named = config.rollout.tools
-    if needs_definitions(config) and named is None:
+    if named is None:
         save_definitions(run, DEFAULT_TOOLS)
     if not _has_own_tools(config):
         return []
@@ -101,9 +101,7 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
     source = "this job" if config.sandbox.file is None else f"sandbox.file={config.sandbox.file}"
     offered = _offered(run.sandbox_config, log, source, f" (log: {log})" if names_log else "")
     if named is not None:
-        tools = select_tools(named, offered)
-        if needs_definitions(config):
-            save_definitions(run, tools)
+        save_definitions(run, select_tools(named, offered))
         return []
     unused = sorted(set(offered) - set(DEFAULT_NAMES))
     return [f"rollout.tools is not set, so the policy cannot call {', '.join(unused)}"] if unused else []

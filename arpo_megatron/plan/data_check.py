@@ -45,7 +45,7 @@ def describe_data(
     yield from _bad_rows(bad, len(bad) if every else SHOWN)
     if tokenizer is None:
         yield "no prompt was compared with data.max_prompt_tokens, so a long one counts as usable: give model.path=DIR"
-    yield _lengths(config, tasks, tokenizer)
+    yield from _lengths(config, tasks, tokenizer)
     yield _tokens(config)
     if tasks[0].messages[0]["role"] != "system":
         yield "no system prompt explains tools and format: rollout.system_prompt=tools (or arpo) adds one"
@@ -62,15 +62,22 @@ def _bad_rows(bad: Sequence[BadRow], shown: int) -> Iterator[str]:
         yield f"  and {len(bad) - shown} more: --all shows them"
 
 
-def _lengths(config: JobConfig, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast | None") -> str:
+def _lengths(config: JobConfig, tasks: Sequence[Task], tokenizer: "PreTrainedTokenizerFast | None") -> Iterator[str]:
     if tokenizer is None:
         lengths = [len(task.prompt_text.encode()) / _BYTES_PER_TOKEN for task in tasks]
         note = f"estimated from {_BYTES_PER_TOKEN:g} bytes per token"
     else:
         lengths = [len(tokenizer.encode(task.prompt_text, add_special_tokens=False)) for task in tasks]
-        note = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
+        note = f"data.max_prompt_tokens={config.data.max_prompt_tokens} limits those of the data, without tools"
     middle, high, top = np.percentile(lengths, (50, 95, 100))
-    return f"prompt tokens: median {middle:.0f}, 95 % have at most {high:.0f}, longest {top:.0f} ({note})"
+    yield f"prompt tokens: median {middle:.0f}, 95 % have at most {high:.0f}, longest {top:.0f} ({note})"
+    room = config.model.max_length - config.rollout.max_response_tokens
+    if long := sum(length > room for length in lengths):
+        yield (
+            f"{long} prompts with system prompt and tools have more than {max(0, room)} tokens, which leaves less than "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens} of model.max_length="
+            f"{config.model.max_length}: raise model.max_length"
+        )
 
 
 def _tokens(config: JobConfig) -> str:

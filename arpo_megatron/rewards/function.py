@@ -43,10 +43,11 @@ class FunctionReward:
         except Exception as error:  # the function is the user's: anything can go wrong in it
             where = _place(error, inspect.unwrap(self.function).__code__.co_filename)
             raise UserError(f"reward.kind={self.name} failed for {group.task.id}: {error!r}{where}") from error
+        returned = (value.reward, value.accuracy) if isinstance(value, Score) else (value,)
+        if not all(isinstance(each, numbers.Real | np.bool_) and math.isfinite(each) for each in returned):
+            raise UserError(f"reward.kind={self.name} returned {value!r} for {group.task.id}: it must return a number")
         if isinstance(value, Score):
             return value
-        if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-            raise UserError(f"reward.kind={self.name} returned {value!r} for {group.task.id}: it must return a number")
         return Score(float(value), min(1.0, max(0.0, float(value))), format_ok=True)
 
 

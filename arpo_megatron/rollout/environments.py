@@ -8,6 +8,7 @@ A resumed run has no snapshots, only their digests: it executes the actions of e
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class TreeEnvironments:
         environment = self._live.pop(key, None) or await self._restored(key, before)
         try:
             step = await self._run(environment, environment.step, action)
+            if not all(map(math.isfinite, step.rewards.values())):
+                raise ValueError(f"an environment returned a reward that is not finite: {dict(step.rewards)}")
         except BaseException:
             self._close_later(environment)
             raise

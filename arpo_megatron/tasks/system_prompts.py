@@ -68,15 +68,18 @@ def system_prompt(named: str, protocol: CallProtocol) -> str:
     if named in ARPO_PROMPTS:
         return ARPO_PROMPTS[named]
     known = [RENDERED, *ARPO_PROMPTS]
+    hint = f"{did_you_mean(named, known)}; give a file or one of {', '.join(known)}"
+    return read_prompt(Path(named), f"rollout.system_prompt={named}", hint)
+
+
+def read_prompt(path: Path, where: str, hint: str = "") -> str:
+    """Return the text of a file. Raises UserError, which begins with `where`, and with `hint` if there is no file."""
     try:
-        return Path(named).read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise UserError(
-            f"rollout.system_prompt={named}: {error.strerror}{did_you_mean(named, known)}; give a file or one of "
-            f"{', '.join(known)}"
-        ) from None
+        raise UserError(f"{where}: {error.strerror}{hint}") from None
     except UnicodeDecodeError:
-        raise UserError(f"rollout.system_prompt={named}: not UTF-8 text") from None
+        raise UserError(f"{where}: not UTF-8 text") from None
 
 
 def _rendered(protocol: CallProtocol) -> str:

@@ -16,14 +16,19 @@ import polars as pl
 import pytest
 
 from arpo_megatron.errors import UserError
+from arpo_megatron.evaluation import run
+from arpo_megatron.evaluation.agents.base import PendingQuestion
 from arpo_megatron.evaluation.journal import TRANSIENT, Outcome
 from arpo_megatron.evaluation.notes import failure_warnings
-from arpo_megatron.evaluation.prompts import Tools
+from arpo_megatron.evaluation.prompts import Tools, messages
 from arpo_megatron.evaluation.questions import Question
 from arpo_megatron.evaluation.report import read_summary, write_report
 from arpo_megatron.evaluation.response import NoResponse
 from arpo_megatron.evaluation.run import EvalRequest, evaluate
 from arpo_megatron.evaluation.scorers import AnswerVerdict, score_response
+from arpo_megatron.jobs.prompts import save_definitions
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.protocols.tools import ToolDefinition
 from tests.evaluation.asking import PLAIN, request, right
 from tests.evaluation.chat_server import ChatServer, served
 
@@ -91,6 +96,36 @@ def test_prompted_model_uses_real_tools(files: Path, tmp_path: Path) -> None:
     last = server.requests[-1]["messages"]
     assert [message["role"] for message in last] == ["system", "user", "assistant", "user"]
     assert last[2]["content"].endswith("</python>") and last[3]["content"] == "<result>\n42\n</result>"
+
+
+@pytest.mark.parametrize("tools", [Tools.PROMPT, Tools.TRAINED])
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["rollout.tools=[python, browse]"], "You can call these tools"),
+        (["rollout.system_prompt=arpo_python"], "python interpreter tool"),
+    ],
+)
+def test_model_behind_a_url_is_told_the_tools_of_the_job(
+    files: Path, tmp_path: Path, tools: Tools, overrides: list[str], told: str
+) -> None:
+    asked = EvalRequest("http://host", "aime24", model="m", tools=tools, data=files, out=tmp_path, overrides=overrides)
+    evaluation = run._resolve(asked, lambda _line: None)
+    save_definitions(evaluation.out, [ToolDefinition("browse", "url", "Read a page.")])
+    task = Task("1", messages("What is 1 plus 1?", tools, None), "2", "math", "")
+    (prompted,) = run._with_tools([PendingQuestion(Question("aime24", "1", "", ("2",)), task, (0,))], evaluation)
+    system, user = (message["content"] for message in prompted.task.messages)
+    assert told in system and "<search>" not in system
+    assert ("<browse>url</browse>: Read a page." in system) == ("tools" in overrides[0])
+    assert user == "What is 1 plus 1?"
+
+
+def test_system_prompt_that_is_no_text_is_one_line(files: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes(b"\xff\xfe")
+    asked = EvalRequest("http://host", "aime24", model="m", data=files, out=tmp_path / "out", system_prompt=prompt)
+    with pytest.raises(UserError, match=r"^--system-prompt .*prompt\.txt: not UTF-8 text$"):
+        evaluate(asked)
 
 
 def test_failures_count_by_outcome_and_server_failures_are_repeated(files: Path, tmp_path: Path) -> None:

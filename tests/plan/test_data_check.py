@@ -44,8 +44,11 @@ def test_data_check_shows_prompts_lengths_bad_rows_and_tokens(
     assert shown.count("\n--- q-") == 5
     assert "What is 39 + 39?<|im_end|>" in shown
     assert "no system prompt" in shown
-    run_command(["data", "check", str(path), "rollout.system_prompt=arpo"])
-    assert capsys.readouterr().out.count("wikipedia search tool and python") == 5
+    assert "model.max_length" not in shown
+    run_command(["data", "check", str(path), "rollout.system_prompt=arpo", "model.max_length=4200"])
+    shown = capsys.readouterr().out
+    assert shown.count("wikipedia search tool and python") == 5
+    assert "40 prompts with system prompt and tools have more than 104 tokens" in shown
     path.write_text(json.dumps(rows[0]) + "\n" + 7 * '{"question": "no answer?"}\n')
     run_command(["data", "check", str(path)])
     assert "line 6: no column" in (shown := capsys.readouterr().out) and "  and 2 more: --all shows them\n" in shown

@@ -252,6 +252,19 @@ def test_environment_that_fails_is_closed(scripted_engine: Start) -> None:
     wait_until(lambda: bool(Broken.closed))
 
 
+class Unbounded(ScriptedUser):
+    """Gives no number as a reward."""
+
+    def step(self, action: str) -> Step:
+        return replace(super().step(action), rewards={"part": float("nan")})
+
+
+def test_reward_that_is_no_number_fails_the_tree(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=policy_of("user")))
+    with pytest.raises(ValueError, match=r"not finite: \{'part': nan\}"):
+        grow(engine.url, forking(), Unbounded)
+
+
 def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(scripted_engine: Start) -> None:
     engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=policy_of("user")))
 

@@ -206,16 +206,20 @@ def test_plain_rows_and_mapped_columns(tmp_path: Path) -> None:
     worked = [
         {"problem": "p", "solution": "So the answer is $\\boxed{\\frac12}$."},
         {"problem": "q", "answer": "a b\n#### 7"},
+        {"problem": "r", "answer": "\\boxed{Paris}"},
+        {"problem": "s", "golden_answers": [float("nan"), "Lima"]},
     ]
-    assert [answer for _, answer, _ in answers(write_lines(tmp_path / "w.jsonl", worked))] == ["\\frac12", "7"]
+    found = [answer for _, answer, _ in answers(write_lines(tmp_path / "w.jsonl", worked))]
+    assert found == ["\\frac12", "7", "Paris", "Lima"]
 
 
 def test_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(PLAIN[0]) + "\n\nnot json\n" + json.dumps({"question": "q"}) + "\n")
+    path.write_text(json.dumps(PLAIN[0]) + '\n\nnot json\n{"question": "q"}\n{"question": "q", "answer": NaN}\n')
     read = read_tasks(DataConfig(kind="files", path=path))
     assert len(read.tasks) == 1
-    assert [row.where for row in read.bad_rows] == [f"data.path={path}, line 3", f"data.path={path}, line 4"]
+    assert [row.where for row in read.bad_rows] == [f"data.path={path}, line {line}" for line in (3, 4, 5)]
+    assert read.bad_rows[2].reason == "the answer is missing"
     assert read.bad_rows[0].reason.startswith("not JSON")
     assert "no column golden_answers or reward_model.ground_truth or answer" in read.bad_rows[1].reason
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mcp
 import psutil
 import pytest
 import requests
+from mcp.types import ListToolsResult
 
 from tests.tools_sandbox.helpers.services import running, running_calls, wait_until, wait_until_gone
 from tools_sandbox.catalog import build_tools, tools_by_name
 from tools_sandbox.client import SandboxClient
 from tools_sandbox.config import ConfigError, McpServerConfig, PluginConfig, ToolServiceConfig
-from tools_sandbox.mcp.tools import connect
+from tools_sandbox.mcp.tools import McpServer, connect
 
 HELPERS = Path(__file__).parent / "helpers"
 SERVER = {"command": sys.executable, "args": [str(HELPERS / "mcp_server.py")]}
@@ -59,6 +62,45 @@ def test_class_of_a_file_is_a_tool(tmp_path: Path, start_service: StartService) 
     for name, reason in (("mine.py:Revers", "AttributeError"), ("none.py:Reverse", "FileNotFoundError")):
         with pytest.raises(ConfigError, match=reason):
             build_tools(ToolServiceConfig(plugins=(PluginConfig(str(tmp_path / name)),)))
+
+
+def test_cached_answers_of_other_code_or_options_are_not_reused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    file, same = tmp_path / "a" / "json.py", tmp_path / "b" / "json.py"
+    code = tool_class("Tool_", "return ToolResult('ok', '')").replace("(Tool):", "(Tool):\n    size = 0")
+    code += "    def __init__(self, size=0):\n        self.size = size\n"
+
+    def fingerprint(path: Path, **options: Any) -> str:
+        return build_tools(ToolServiceConfig(plugins=(PluginConfig(f"{path}:Tool_", options),)))["tool_"].fingerprint
+
+    file.write_text(code)
+    same.write_text(code)
+    before = fingerprint(file)
+    assert fingerprint(same) == before != fingerprint(file, size=3)
+    file.write_text(code.replace("'ok', ''", "'ok', 'corrected'"))
+    assert fingerprint(file) != before
+    assert sys.modules["json"] is json, "a file takes the place of no module"
+
+
+def test_tools_on_all_pages_of_an_mcp_list_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(name: str, after: str | None) -> ListToolsResult:
+        return ListToolsResult(tools=[mcp.Tool(name=name, input_schema={"type": "object"})], next_cursor=after)
+
+    class Pages:
+        """A client of a server whose second page leads to itself."""
+
+        async def list_tools(self, *, cursor: str | None = None) -> ListToolsResult:
+            return listed("one", "2") if cursor is None else listed("two", "2")
+
+    async def client(_self: McpServer) -> Pages:
+        return Pages()
+
+    monkeypatch.setattr(McpServer, "client", client)
+    tools = asyncio.run(connect({"a": McpServerConfig(sys.executable, cache=True)}))
+    assert {tool.name for tool in tools} == {"one", "two"}
+    other = asyncio.run(connect({"a": McpServerConfig(sys.executable, cache=True, env={"LANGUAGE": "de"})}))
+    assert tools[0].fingerprint != other[0].fingerprint, "another environment gives other answers"
 
 
 @pytest.mark.parametrize(

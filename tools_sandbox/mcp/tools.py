@@ -104,7 +104,7 @@ class McpTool(Tool):
         self.description = offered.description or ""
         self.arguments: Mapping[str, Any] = offered.input_schema
         self.cacheable = config.cache
-        self.fingerprint = f"mcp {server.name} {config.command} {config.args}"
+        self.fingerprint = f"mcp {server.name} {config}"
         self._server = server
         self._max_chars = config.max_chars
 
@@ -161,7 +161,7 @@ async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
     if shutil.which(config.command, path=path) is None:
         raise ConfigError(f"mcp.{server.name}: {config.command} does not start: there is no such program")
     try:
-        offered = {tool.name: tool for tool in (await (await server.client()).list_tools()).tools}
+        offered = {tool.name: tool for tool in await _listed(await server.client())}
     except ConnectError as error:
         raise ConfigError(f"mcp.{server.name}: {config.command} does not start: {error}") from error
     except Exception as error:
@@ -171,6 +171,17 @@ async def _offered(server: McpServer, config: McpServerConfig) -> list[Tool]:
         if name not in offered:
             raise ConfigError(f'mcp.{server.name}.tools: it has no "{name}"; it offers: {", ".join(sorted(offered))}')
     return [McpTool(server, offered[name], config) for name in wanted]
+
+
+async def _listed(client: mcp.Client) -> list[mcp.Tool]:
+    """Return the tools of all pages of a server's list."""
+    page = await client.list_tools()
+    tools, cursors = list(page.tools), set[str]()
+    while page.next_cursor and page.next_cursor not in cursors:  # a faulty server could repeat a page without end
+        cursors.add(page.next_cursor)
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
 
 
 def _innermost(error: BaseException) -> str:

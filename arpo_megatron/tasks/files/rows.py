@@ -4,6 +4,7 @@ The system prompts of the released files have a literal backspace in place of th
 repairs it.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,10 +103,14 @@ def _messages(prompt: Any) -> tuple[Message, ...]:
 def _answers(found: Any) -> tuple[str, ...]:
     """Return the answer of text or number, or all different ones of a list. Raises BadRowError if there is none."""
     given = found if isinstance(found, list) else [found]
-    answers = dict.fromkeys(_answer(each) for each in given if each is not None and each != "")
+    answers = dict.fromkeys(_answer(each) for each in given if not _is_missing(each))
     if not answers:
         raise BadRowError("the answer is missing")
     return tuple(answers)
+
+
+def _is_missing(found: Any) -> bool:
+    return found is None or found == "" or (isinstance(found, float) and math.isnan(found))
 
 
 def _answer(found: Any) -> str:
@@ -117,7 +122,5 @@ def _answer(found: Any) -> str:
     if not isinstance(found, str) or not found.strip():
         raise BadRowError("the answer is missing")
     if "\n#### " in found:  # GSM8K
-        found = found.rpartition("#### ")[2]
-    elif "\n" in found.strip() or " " in found.strip():
-        found = last_boxed(found) or found
-    return str(found).strip()
+        return found.rpartition("#### ")[2].strip()
+    return (last_boxed(found) or found).strip()

@@ -128,7 +128,7 @@ class CallProtocol(Protocol):
         Args:
             text: everything after the prompt, tool results included.
             last_turn: what the model has written after the last tool result.
-            called: names of the tools whose calls were executed.
+            called: names of the tools that were called, also if a limit or an error answered.
         """
 
 
