@@ -190,9 +190,9 @@ def _page(run: RunDirectory) -> dict[str, Any]:
 
 
 def _is_running(run: RunDirectory) -> bool:
-    from arpo_megatron.view.runs import is_locked
+    from arpo_megatron.view.runs import is_training
 
-    return is_locked(run)
+    return is_training(run)
 
 
 def _success(page: Mapping[str, Any]) -> str:
@@ -235,11 +235,14 @@ def _print_events(run: RunDirectory, lines: int, *, follow: bool) -> None:
     shown = [line for event in read_events(run.events).rows if (line := event_line(event)) is not None]
     for line in shown[-lines:] if lines else []:
         print(line)
-    while follow and _is_running(run):
+    running = follow
+    while running:
+        running = _is_running(run)  # before the events are read: none of the end is missed
         for event in reader.new():
             if (line := event_line(event)) is not None:
                 print(line, flush=True)
-        time.sleep(0.5)
+        if running:
+            time.sleep(0.5)
 
 
 def _clock(moment: float) -> str:
@@ -263,7 +266,7 @@ def _figures(page: Mapping[str, Any]) -> dict[str, str]:
         "held-out success": _success(page),
         "reward, last step": last("reward", ".3f"),
         "entropy, last step": last("entropy_mean", ".3f"),
-        "log-prob gap, largest": format(max(values("logprob_gap"), default=0.0), ".1e"),
+        "log-prob gap, largest": format(max(values("logprob_gap")), ".1e") if values("logprob_gap") else "-",
         "tool calls executed": format(sum(values("tool_calls_executed")), ".0f"),
         "tool calls inherited": format(sum(values("tool_calls_inherited")), ".0f"),
         "tokens sampled": format(sum(values("tokens_sampled")), ".0f"),

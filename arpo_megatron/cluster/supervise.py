@@ -39,7 +39,7 @@ from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, StoppedError, UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import TRAINING, RunDirectory
 from arpo_megatron.launch.job import hold_run, run_sft_phase, run_training_phases
 from arpo_megatron.launch.services import Job
 from arpo_megatron.launch.webhook import news_of
@@ -162,7 +162,7 @@ def _cancel_waiting(run: RunDirectory) -> list[str]:
 
 def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Sequence[int], only_sft: bool) -> None:
     read_secrets(backend.profile)
-    with backend.prepared(), hold_run(config, run, backend) as job, news_of(job):
+    with backend.prepared(), hold_run(config, run, backend, use=TRAINING) as job, news_of(job):
         progress = job.progress
         signals = _Signals(run, backend, progress)
         for number in (signal.SIGUSR1, signal.SIGTERM):

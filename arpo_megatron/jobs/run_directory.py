@@ -23,6 +23,8 @@ SYSTEM_PROMPT = "system_prompt.txt"
 PRIVATE = 0o700
 """Mode of new run directories: a user who can write to one can run code as its owner (docs/guides/security.md)."""
 SUBMIT_LOCK = ".submit.lock"
+TRAINING = "training"
+"""Text in the lock of a run that trains."""
 
 
 def run_path(name: str | Path) -> Path:
@@ -245,11 +247,18 @@ class RunDirectory:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory for a job of this process. Raises UserError if another job holds it."""
-        with (self.path / ".lock").open("w") as file:
+    def locked(self, use: str = "") -> Iterator[None]:
+        """Hold the directory for a job of this process. Raises UserError if another job holds it.
+
+        Args:
+            use: what the job does, for readers of the lock's file; `TRAINING` for training.
+        """
+        with (self.path / ".lock").open("a") as file:  # the holder's text stays if it is locked
             if not self._try_lock(file):
                 raise UserError(f"{self.path} is in use by another job: end that job, or set another run_dir")
+            file.truncate(0)
+            file.write(use)
+            file.flush()
             yield
 
     @contextmanager

@@ -16,7 +16,7 @@ from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.fingerprint import check_model
 from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.prompts import environment_notes
-from arpo_megatron.jobs.run_directory import RunDirectory, start_model
+from arpo_megatron.jobs.run_directory import TRAINING, RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.services import Job, run_trainer, running_services
 from arpo_megatron.launch.silent_directory import report_silence
@@ -42,7 +42,7 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
     check_inputs(config, resumed)
     webhook_url(config.monitor)
     run = resumed or choose_run.fresh(config)
-    with hold_run(config, run) as job:
+    with hold_run(config, run, use=TRAINING) as job:
         save_config(config, run.config)  # not before the lock: a running job reads it
         code = code_version()
         EventLog(run.events).emit("note", text=f"code: {code}", code=code)
@@ -57,9 +57,12 @@ def open_job(config: JobConfig, *, resume: bool) -> Iterator[Job]:
 
 
 @contextmanager
-def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = None) -> Iterator[Job]:
-    """Lock a run and yield its job, whose processes end with the block. Raises UserError if another job holds it."""
-    with report_silence(run.path, run.config), run.locked():
+def hold_run(config: JobConfig, run: RunDirectory, backend: Backend | None = None, *, use: str = "") -> Iterator[Job]:
+    """Lock a run and yield its job, whose processes end with the block. Raises UserError if another job holds it.
+
+    `use` is that of `RunDirectory.locked`.
+    """
+    with report_silence(run.path, run.config), run.locked(use):
         run.remove_partial()  # left by a kill -9
         run.health.unlink(missing_ok=True)
         run.scrape_targets.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.monitor.tensorboard import TensorBoardWriter
 from arpo_megatron.monitor.wandb_run import WandbRun
 from arpo_megatron.utils.atomic import append_line, atomic_write
+from arpo_megatron.utils.json_lines import json_lines
 
 Value = float | int | str | bool | None
 
@@ -85,12 +86,18 @@ def _repair(path: Path) -> int:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    lines = whole.splitlines()
-    return int(json.loads(lines[-1])["step"]) if lines else 0
+    return max((_step(row) for _, row in json_lines(whole)), default=0)
 
 
 def _keep_before(path: Path, step: int) -> None:
     """Remove the rows of `step` and later; at any moment the file is the old or the new one."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    data = path.read_bytes()
+    rows = zip(data.splitlines(keepends=True), json_lines(data), strict=False)
     with atomic_write(path) as partial:
-        partial.write_text("".join(line for line in lines if json.loads(line)["step"] < step), encoding="utf-8")
+        partial.write_bytes(b"".join(line for line, (_, row) in rows if _step(row) < step))
+
+
+def _step(row: Mapping[str, Any] | None) -> int:
+    """Return the step of a row; 0 for a damaged line, which stays where it is."""
+    step = None if row is None else row.get("step")
+    return step if isinstance(step, int) else 0

@@ -25,7 +25,7 @@ from arpo_megatron.view.rows import (
     read_metrics,
     read_result,
 )
-from arpo_megatron.view.runs import FileCache, is_locked
+from arpo_megatron.view.runs import FileCache, is_training
 from arpo_megatron.view.tree_page import held_out_steps, step_trees, train_steps, whole_trees
 
 _EVENTS_SHOWN = 200
@@ -152,7 +152,7 @@ def _state(run: RunDirectory, files: _Files, steps: int, now: float) -> str:
     events = files.events
     if files.result.get("step", -1) >= steps:
         return "finished"
-    if is_locked(run):
+    if is_training(run):
         return "running"
     if events and events[-1]["kind"] in ("failed", "user_error"):
         return "failed"

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import TRAINING, RunDirectory
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, RunDirectory]:
@@ -62,15 +62,16 @@ class FileCache:
         return kept[1]
 
 
-def is_locked(run: RunDirectory) -> bool:
-    """Whether a job on this machine holds the run directory.
+def is_training(run: RunDirectory) -> bool:
+    """Whether a job that trains holds the run directory on this machine. A served run is held, too, but does not.
 
     The lock is looked up in /proc/locks: to try it would disturb a job that is about to start.
     """
     try:
-        lock = (run.path / ".lock").stat()
+        path = run.path / ".lock"
+        lock, use = path.stat(), path.read_text(encoding="utf-8")
         held = Path("/proc/locks").read_text(encoding="ascii")
-    except OSError:
+    except (OSError, ValueError):
         return False
     device = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    return any(device in line.split() for line in held.splitlines())
+    return use == TRAINING and any(device in line.split() for line in held.splitlines())

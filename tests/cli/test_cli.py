@@ -24,6 +24,7 @@ from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.resolve import load, read, resolve
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.plan import report
 from tests.tools_sandbox.test_added_tools import SERVER
 from tests.view.stored_run import STEPS, make_run
@@ -257,6 +258,25 @@ def test_local_run_has_status_logs_and_a_place_in_the_list(arpo: Arpo, stored: P
     (profile := stored.parent / "here.yaml").write_text(f"account: a\nruns: {stored.parent}\n")
     there = arpo("list", "runs", "--cluster", str(profile))[1]
     assert there.rpartition("  ")[0] == output.rpartition("  ")[0], "the last column is the time since its last sign"
+
+
+def test_followed_log_of_a_local_run_ends_with_its_last_lines(
+    arpo: Arpo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", steps=1, last=False)
+
+    def ends(_: object) -> bool:
+        EventLog(run.events).emit("note", text="exported to the end")
+        return False
+
+    monkeypatch.setattr("arpo_megatron.view.runs.is_training", ends)
+    assert arpo("logs", str(run.path), "--follow")[1].endswith(" exported to the end\n")
+
+
+def test_comparison_of_a_run_without_steps_has_no_gap(arpo: Arpo, stored: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0, last=False)
+    shown = arpo("compare", str(stored), str(run.path))[1]
+    assert next(line for line in shown.splitlines() if "log-prob gap" in line).split()[-1] == "-"
 
 
 def test_status_without_a_run_names_the_command_that_starts_one(arpo: Arpo, stored: Path, tmp_path: Path) -> None:

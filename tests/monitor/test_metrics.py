@@ -24,6 +24,7 @@ from arpo_megatron.monitor.wandb_run import WandbRun, add_evaluation
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.utils.json_lines import json_lines
 from tests.tools_sandbox.helpers.services import wait_until
 
 CONFIG = JobConfig(name="test")
@@ -54,6 +55,18 @@ def test_metrics_of_repeated_steps_replace_old_rows(tmp_path: Path) -> None:
         second.log({"step": step, "run": 2})
     rows = [(row["step"], row["run"]) for row in rows_of(tmp_path)]
     assert rows == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def test_damaged_line_does_not_end_a_resumed_run(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, CONFIG)
+    for step in (1, 2, 3):
+        log.log({"step": step, "run": 1})
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + b"\0\xff" * 8 + b"\n" + lines[2] + b"\0" * 8 + b"\n")  # after a power loss
+    MetricsLog(tmp_path, CONFIG).log({"step": 3, "run": 2})
+    found = [row and (row["step"], row["run"]) for _, row in json_lines(file.read_bytes())]
+    assert found == [(1, 1), None, None, (3, 2)]
 
 
 def test_metrics_cut_off_a_half_written_line(tmp_path: Path) -> None:
