@@ -66,7 +66,7 @@ def serve(
         return
     from arpo_megatron.serving.serve import ServeRequest, describe, plain_commands, plan
     from arpo_megatron.serving.serve import serve as run
-    from arpo_megatron.view.server import is_loopback, listen
+    from arpo_megatron.view.server import address_of, is_loopback, listen
 
     model = None if step is None or dry_run else step_model(target, step, None)
     if print_only:
@@ -87,9 +87,7 @@ def serve(
 
     def bind() -> tuple[socket.socket, str]:
         listening = listen(host, wanted)
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  all addresses: none to name
-        shown = f"[{name}]" if ":" in name else name
-        return listening, f"http://{shown}:{listening.getsockname()[1]}"
+        return listening, address_of(host, listening)
 
     run(ServeRequest(target, overrides or (), plain, secret, concurrency, model), bind)
 

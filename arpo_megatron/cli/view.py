@@ -16,9 +16,18 @@ from arpo_megatron.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from arpo_megatron.view.grow import Grower
+    from arpo_megatron.view.pages import Pages
 
 app = typer.Typer()
 
+Grow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RUN|EXPORT|URL",
+        help="Serve this agent, or use that of `arpo serve`: the page can then sample continuations at any node.",
+        autocompletion=complete_run,
+    ),
+]
 
 _TREES = 24
 """Most trees of each run in an exported file, unless --trees is given."""
@@ -49,14 +58,7 @@ def view(
     trees: Annotated[
         int | None, typer.Option(min=0, help=f"With --html: most trees of each run in the file. Default: {_TREES}.")
     ] = None,
-    grow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN|EXPORT|URL",
-            help="Serve this agent, or use that of `arpo serve`: the page can then sample continuations at any node.",
-            autocompletion=complete_run,
-        ),
-    ] = None,
+    grow: Grow = None,
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", help="Profile of the cluster that has the runs; its page comes through SSH."),
@@ -68,27 +70,22 @@ def view(
     Prints the address of the page and serves it until ctrl-C.
     """
     from arpo_megatron.jobs.run_directory import run_path
-    from arpo_megatron.view.export import write_html
     from arpo_megatron.view.pages import Pages
     from arpo_megatron.view.runs import find_runs
     from arpo_megatron.view.server import DEFAULT_PORT, serve
 
+    most = _TREES if trees is None else trees
     _check_options(host, html, trees, grow, cluster)
     if dry_run:
-        where = f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}"
         print("\n".join(_described(run_dirs, grow, cluster)))
-        print(
-            where if html is None else f"write {html}, at most {_TREES if trees is None else trees} trees of each run"
-        )
+        where = f"listen on {host}, port {DEFAULT_PORT if port is None else port or 'any free one'}"
+        print(where if html is None else f"write {html}, at most {most} trees of each run")
         next_after_dry_run()
         return
     paths = [run_path(each) for each in run_dirs] if cluster is None else _on_cluster(cluster, run_dirs, port)
     pages = Pages(find_runs(paths))
     if html is not None:
-        most = _TREES if trees is None else trees
-        size = write_html(pages, html, trees=most)
-        print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {most} trees of each", file=sys.stderr)
-        next_command("xdg-open", html)
+        _write(pages, html, most)
         return
     with nullcontext() if grow is None else _agent(grow) as grower:
         serve(replace(pages, grower=grower), host=host, port=port, with_token=token)
@@ -106,6 +103,15 @@ def _check_options(host: str, html: Path | None, trees: int | None, grow: str | 
         raise UserError("--html and --grow work where the run is: leave out --cluster, or run them there")
     if cluster is not None and not is_loopback(host):
         raise UserError("--cluster shows the page on this machine: leave out --host")
+
+
+def _write(pages: "Pages", html: Path, trees: int) -> None:
+    """Write the file of --html, at most `trees` trees of each run."""
+    from arpo_megatron.view.export import write_html
+
+    size = write_html(pages, html, trees=trees)
+    print(f"{html}: {size / 1e6:.1f} MB, {len(pages.runs)} run(s), at most {trees} trees of each", file=sys.stderr)
+    next_command("xdg-open", html)
 
 
 def _described(names: list[str], grow: str | None, cluster: str | None) -> list[str]:

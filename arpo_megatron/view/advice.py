@@ -93,7 +93,7 @@ def _gap_grows(metrics: Sequence[Row], _config: Row) -> Advice | None:
         return None
     return Advice(
         "Trainer and engine disagree more than before",
-        f"the largest log-prob gap is {now:.2g} nats; at the start it was {before or 0:.2g}",
+        f"the largest log-prob gap of a step is {now:.2g} nats on average; at the start it was {before or 0:.2g}",
         "compare dtypes and kernels of trainer and engine, and limit the effect with algorithm.sampling_correction=tis",
         "logprob_gap",
         "docs/guides/engines-and-weights.md",

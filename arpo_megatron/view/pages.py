@@ -26,8 +26,8 @@ class Pages:
     cache: FileCache = field(default_factory=FileCache)
     grower: Grower | None = None
     """The agent that grows branches again; None: there is none."""
-    growths: dict[tuple[Path, int], list[Growth]] = field(default_factory=dict)
-    """Its continuations, by tree: file and number."""
+    growths: dict[tuple[Path, int, int], list[Growth]] = field(default_factory=dict)
+    """Its continuations, by tree: file, time of the file (a resumed run replaces it) and number."""
 
     def answer(self, *address: str) -> Any:
         """Return the JSON value at an address.
@@ -69,8 +69,9 @@ class Pages:
         if decode is None:
             raise UserError("the tokenizer of the run cannot be read here")
         job = self.cache.get(run.config, resolve.load)
-        found = grow(self.grower, read_row(file, number), job, decode, segment=segment, count=count)
-        self.growths.setdefault((file, number), []).append(found)
+        stored, key = read_row(file, number), _key(file, number)
+        found = grow(self.grower, stored, job, decode, segment=segment, count=count)
+        self.growths.setdefault(key, []).append(found)
         return self._tree(run, step, number)
 
     def _run(self, name: str) -> RunDirectory:
@@ -80,8 +81,12 @@ class Pages:
 
     def _tree(self, run: RunDirectory, step: str, number: int) -> Any:
         found = tree(run, step, number, self.cache)
-        growths = self.growths.get((tree_file(run, step), number))
+        growths = self.growths.get(_key(tree_file(run, step), number))
         return with_growths(found, growths, decoder(run, self.cache)) if growths else found
+
+
+def _key(file: Path, number: int) -> tuple[Path, int, int]:
+    return file, file.stat().st_mtime_ns, number
 
 
 def to_json(value: Any) -> bytes:

@@ -205,6 +205,12 @@ def listen(host: str, port: int | None) -> socket.socket:
         raise UserError(_refusal(error, host, wanted)) from None
 
 
+def address_of(host: str, listening: socket.socket) -> str:
+    """Return the address at which a browser finds a listening socket: the machine's name if it has all addresses."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  not bound here
+    return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}"
+
+
 def _refusal(error: OSError, host: str, port: int) -> str:
     """Return what is wrong with an address, and how to fix it."""
     match error.errno:
@@ -232,9 +238,8 @@ def serve(pages: Pages, *, host: str, port: int | None, with_token: bool) -> Non
     """
     token = secrets.token_urlsafe(24) if with_token or not is_loopback(host) else None
     with listen(host, port) as listening:
-        address = f"[{host}]" if ":" in host else host
         suffix = "" if token is None else f"?token={token}"
-        print(f"http://{address}:{listening.getsockname()[1]}/{suffix}", flush=True)
+        print(f"{address_of(host, listening)}/{suffix}", flush=True)
         config = uvicorn.Config(application(pages, token, host), log_level="warning", access_log=False, lifespan="off")
         limit_uvicorn()
         server, ended = CommandServer(config), list[bool]()

@@ -1,5 +1,6 @@
 """Growing a branch again: sampled by a served agent, scored like the stored trajectories, shown next to them."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_continuations_stand_next_to_the_stored_branches(pages: Pages, run: RunD
     assert [leaf.get("grown") for leaf in again["leaves"]] == [*[None] * len(before["leaves"]), 0, 0, 0, 1]
     assert pages.answer("run", "trees", "1", "0") == again, "the page finds them when it is loaded again"
     assert step_file(run, 1).read_bytes() == file
+    os.utime(step_file(run, 1))  # a resumed run has replaced it
+    assert pages.answer("run", "trees", "1", "0") == before
 
 
 def test_a_place_or_an_agent_that_does_not_fit_is_refused(pages: Pages, run: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from starlette.testclient import TestClient
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.jobs.run_directory import TRAINING, RunDirectory
 from arpo_megatron.launch.health import ServiceHealth, write_health
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.metrics import MetricsLog
@@ -24,8 +25,8 @@ from arpo_megatron.monitor.tree_store import read_trees, step_file, write_trees
 from arpo_megatron.utils.signals import Interrupted
 from arpo_megatron.utils.web_server import CommandServer
 from arpo_megatron.view.pages import Pages, to_json
-from arpo_megatron.view.runs import find_runs, is_locked
-from arpo_megatron.view.server import application, is_loopback, listen, serve
+from arpo_megatron.view.runs import find_runs, is_training
+from arpo_megatron.view.server import address_of, application, is_loopback, listen, serve
 from arpo_megatron.view.tree_page import token_texts
 from tests.view.stored_run import HOSTILE, STEPS, decode, grown, make_run, scored, tokenizer, trained, write_step
 
@@ -223,6 +224,17 @@ def test_port_in_use_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert other.getsockname()[1] != port
 
 
+@pytest.mark.parametrize(
+    ("host", "name"), [("0.0.0.0", "node1"), ("::", "node1"), ("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")]
+)
+def test_printed_address_can_be_opened_on_another_machine(
+    host: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    with listen("127.0.0.1", 0) as free:
+        assert address_of(host, free) == f"http://{name}:{free.getsockname()[1]}"
+
+
 def test_signals_end_the_server_without_a_traceback(
     pages: Pages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,9 +290,14 @@ def test_page_follows_a_run(tmp_path: Path) -> None:
         EventLog(run.events).emit("failed", text="the trainer died")
         failed = client.get("/data/run").json()
         assert (failed["state"], failed["last_event"]["text"]) == ("failed", "the trainer died")
-        assert not is_locked(run)
-        with run.locked():
-            assert is_locked(run)
+        with run.locked():  # as `arpo serve` does
+            assert client.get("/data/run").json()["state"] == "failed" and not is_training(run)
+        with run.locked(TRAINING):
+            assert client.get("/data/run").json()["state"] == "running"
+            with pytest.raises(UserError, match="in use"), run.locked():
+                pass
+            assert is_training(run)
+        assert not is_training(run)
 
 
 def test_services_of_a_running_job_are_shown(tmp_path: Path) -> None:

@@ -259,12 +259,12 @@ async function treeContent(at) {
     number = rows.some((row) => row.number === asked)
       ? asked
       : (chosen.find((row) => row.forks && new Set(row.rewards).size > 1) ?? chosen[0])?.number ?? null;
-  const key = JSON.stringify([at.name, step, number]);
+  const key = JSON.stringify([at.name, step, number, rows.find((row) => row.number === number)]);
   if (asked !== null && asked !== number && !rowsFault) {
     notes.push(`No tree ${asked} of ${stepName(step)} is here${number === null ? "" : `; this is tree ${number}`}.`);
   }
   const query = { ...at, step, tree: number, missing: undefined };
-  // A stored tree does not change, and a large one takes seconds: it is not asked for again.
+  // A large tree takes seconds: it is not asked for again unless its row is another (a resumed run repeats steps).
   const known = number === null ? null : now.loaded?.key === key ? now.loaded.tree : undefined;
   if (known === undefined) now.tree = { query, rows: chosen, tree: null, steps }; // for keys pressed while it loads
   const [tree, treeFault] = known === undefined ? await loadOr(null, at.name, "trees", step, number) : [known, null];
