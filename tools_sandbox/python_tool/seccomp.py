@@ -75,15 +75,8 @@ _CHECKED = {
     "recvfrom": (45, 207),
     "recvmsg": (47, 212),
     "recvmmsg": (299, 243),
-    "kill": (62, 129),
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "clock_gettime": (228, 113),
-    "clock_nanosleep": (230, 115),
-    "timer_create": (222, 107),
 }
+"""Calls that are allowed only after a check (`_checks`). A check of a name in `_ALLOWED` applies, too."""
 _LAST_KNOWN = 452
 """Later calls return "not implemented", for which libraries have a fallback; known ones return "not permitted"."""
 
