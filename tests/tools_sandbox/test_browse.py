@@ -250,8 +250,14 @@ def test_page_that_takes_too_long_to_parse_is_a_timeout(site: Site) -> None:
     assert (answer.status, answer.negative) == ("timeout", False)
 
 
-@pytest.mark.parametrize("text", ["[" * 9000, "{", "[]"])
-def test_answer_of_parser_that_is_none_fails_the_page(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        *((text, "cannot be parsed") for text in ("[" * 9000, "{", "[]")),
+        ('{"failed": "' + "x" * 11 + '", "lasting": true}', "^x{10}$"),
+    ],
+)
+def test_odd_answer_of_parser_fails_the_page(monkeypatch: pytest.MonkeyPatch, text: str, failure: str) -> None:
     """A page that controls its parser may let it answer anything."""
     controlled = PageParser(BrowseConfig(), PythonConfig())
 
@@ -259,7 +265,7 @@ def test_answer_of_parser_that_is_none_fails_the_page(monkeypatch: pytest.Monkey
         return Outcome("ok", text)
 
     monkeypatch.setattr(controlled._pool, "run", answer)
-    with pytest.raises(FetchFailed, match="cannot be parsed"):
+    with pytest.raises(FetchFailed, match=failure):
         asyncio.run(controlled.parse(Page("http://x/", "text/html", None, b"", cut=False), 10))
 
 

@@ -80,6 +80,6 @@ class PageParser:
             case {"text": str(text), "chars": int(chars)}:
                 return text[:max_chars], chars
             case {"failed": str(reason), "lasting": bool(lasting)}:
-                raise FetchFailed(reason, lasting=lasting)
+                raise FetchFailed(reason[:max_chars], lasting=lasting)
         reason = f"{page.url} cannot be parsed, at least not within {self._config.parse_mib} MiB."
         raise FetchFailed(reason, lasting=True)

@@ -114,20 +114,26 @@ class McpTool(Tool):
 
     async def run(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
         """Return the text of the result, cut at `max_chars`. Other content is only named."""
+        server = f"MCP server {self._server.name}"
         try:
             # Waiting for a server is no fault of the call: it must not end as the call's own time limit.
             async with asyncio.timeout(_CONNECT_SHARE * timeout_s):
                 client = await self._server.client()
+        except TimeoutError as error:  # nothing was sent
+            raise ToolBroken(f"{server} does not connect") from error
+        except ConnectError as error:
+            raise ToolBroken(f"{server}: {error}", failure="lasting") from error
+        try:
             result = await client.call_tool(self.name, dict(arguments), read_timeout_seconds=timeout_s + 1)
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:  # an answer of the server, which is alive
                 return ToolResult("error", self._cut(error.message))
-            problem = f"MCP server {self._server.name}: the connection ended in the middle of a call"
+            problem = f"{server}: the connection ended in the middle of a call"
             raise ToolBroken(problem, failure="lasting") from error  # its effects are unknown
         except TimeoutError as error:
-            raise ToolBroken(f"MCP server {self._server.name} does not answer", failure="lasting") from error
+            raise ToolBroken(f"{server} does not answer", failure="lasting") from error
         except Exception as error:  # the answer violates the protocol; other calls are not affected
-            raise ToolBroken(f"MCP server {self._server.name}: {_innermost(error)}", failure="lasting") from error
+            raise ToolBroken(f"{server}: {_innermost(error)}", failure="lasting") from error
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         return ToolResult("error" if result.is_error else "ok", self._cut("\n".join(parts)))
 
