@@ -28,7 +28,7 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
         runs = (config.run_dir if config else None) or RUNS
         gpus = gpu_count("auto" if config is None else config.platform)
         checks += machine_checks(gpus=gpus, on_gpus=gpus > 0 or _wants_gpus(config), config=config)
-        listening = {"127.0.0.1"}
+        listening = set[str]()
         checks += [
             ("ports", _check_ports),
             ("network", lambda: check_local_all_reduce(gpus, free_ports(1)[0], listening)),

@@ -62,7 +62,7 @@ def main() -> None:
     if local == 0:
         checks = [*machine_checks(gpus=gpus, on_gpus=gpus > 0, config=config), *job_checks(config, run)]
         findings += run_checks([*checks, *([("gpu health", check_gpu_health)] if gpus else [])])
-    listening, speeds = {here}, list[NetworkSpeeds]()
+    listening, speeds = set[str](), list[NetworkSpeeds]()
     meeting = ("network", lambda: _meet(addresses, gpus, listening, speeds))
     limit_s = MEETING_S + MEASURE_S + CHECKS_S * (local > 0)
     network = run_checks([meeting], limit_s, limit_s)

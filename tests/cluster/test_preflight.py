@@ -260,6 +260,7 @@ def test_exposure_check_compares_addresses_with_trusted_networks(monkeypatch: py
     monkeypatch.setattr("arpo_megatron.launch.preflight.exposure.psutil.net_if_addrs", lambda: interfaces)
     here, node = {"127.0.0.1", "::1"}, {"127.0.0.1", "10.1.2.3"}
     assert check_exposure(here).level == "ok"
+    assert check_exposure(()).level == "warning", "nothing was seen"
     found = check_exposure(node)
     assert found.level == "warning" and "set trusted_networks" in found.fix
     assert "listen at 10.1.2.3 (bond0, open to 10.1.0.0/16)" in found.text
@@ -280,11 +281,12 @@ def test_gpu_packages_are_checked_on_a_machine_without_gpus(
 ) -> None:
     """A downloaded model is trained on GPUs unless overrides set platform=cpu."""
     monkeypatch.setattr("arpo_megatron.cli.doctor.gpu_count", lambda platform: 0)
-    monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda *_: ok("network", ""))
+    monkeypatch.setattr("arpo_megatron.cli.doctor.check_local_all_reduce", lambda *_: failure("network", "", ""))
     examine(resolve.resolve("deepsearch_14b"), None)
     output = lines_of(capsys.readouterr().out)
     assert "deepsearch_14b needs transformer-engine[pytorch] (pip install" in output["packages"]
     assert output["gpu"].startswith("warning") and "torch finds no GPU here" in output["gpu"]
+    assert "not checked, since the network check failed" in output["exposure"]
     examine(resolve.resolve("deepsearch_14b", overrides=["platform=cpu"]), None)
     output = lines_of(capsys.readouterr().out)
     assert output["packages"].startswith("ok") and "gpu" not in output

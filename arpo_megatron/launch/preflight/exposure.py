@@ -1,7 +1,7 @@
 """From where the ports of a job can be reached."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import psutil
@@ -9,17 +9,20 @@ import psutil
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
 
 
-def check_exposure(addresses: Iterable[str], trusted: Sequence[str] = ()) -> CheckResult:
+def check_exposure(addresses: Collection[str], trusted: Sequence[str] = ()) -> CheckResult:
     """Check that only this machine and trusted networks can reach a job's ports.
 
     Args:
-        addresses: IP addresses of this machine at which services and ranks listen.
+        addresses: IP addresses of this machine at which services and ranks listen; empty if the check of the network,
+            which finds them, has failed.
         trusted: `trusted_networks` of the cluster profile.
     """
+    if not addresses:
+        return warning("exposure", "not checked, since the network check failed", "fix what that check reports")
     parsed = {_plain(address) for address in addresses}
     reachable = sorted((each for each in parsed if not each.is_loopback), key=str)
     if not reachable:
-        return ok("exposure", "a job on this machine listens at 127.0.0.1 only: share it with users whom you trust")
+        return ok("exposure", "a job listens at 127.0.0.1 only: every user of this machine can reach it")
     networks = [ip_network(network) for network in trusted]
     outside = [each for each in reachable if not any(each in network for network in networks)]
     text = f"services, ranks and weight pushes listen at {', '.join(f'{each} ({_hosts(each)})' for each in reachable)}"
