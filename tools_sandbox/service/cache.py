@@ -20,6 +20,7 @@ from pathlib import Path
 from tools_sandbox.answers import ToolAnswer, ToolResult
 from tools_sandbox.config import CacheConfig, ConfigError
 from tools_sandbox.service.deduplication import SingleFlight, WorkCancelled
+from tools_sandbox.utils.logs import is_logged
 
 log = logging.getLogger("tools_sandbox")
 
@@ -251,8 +252,7 @@ class AnswerCache:
 
     def _note_file_error(self, action: str, error: Exception) -> None:
         self.counts.file_errors += 1
-        # Log the 1st, 2nd, 4th, 8th error only: a full disk must not flood the log.
-        if self.counts.file_errors & (self.counts.file_errors - 1) == 0:
+        if is_logged(self.counts.file_errors):  # a full disk must not flood the log
             log.warning("the cache file cannot be %s (error %d): %s", action, self.counts.file_errors, error)
 
     def _recall(self, key: str) -> _Entry | None:

@@ -24,6 +24,7 @@ from tools_sandbox.service.connection import Connection
 from tools_sandbox.service.deduplication import RequestIdReused
 from tools_sandbox.service.dispatch import Call, NoAnswer, ToolService
 from tools_sandbox.service.intake import Intake
+from tools_sandbox.utils.logs import is_logged
 
 log = logging.getLogger("tools_sandbox")
 
@@ -225,8 +226,7 @@ class Server(uvicorn.Server):
                 _, protocol = await loop.connect_accepted_socket(self._protocol, connection)
             except OSError as error:
                 failures += 1
-                # Log the 1st, 2nd, 4th, 8th error only: a lack of descriptors must not flood the log.
-                if failures & (failures - 1) == 0:
+                if is_logged(failures):  # a lack of descriptors must not flood the log
                     log.warning("a connection cannot be accepted (error %d): %s", failures, error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue

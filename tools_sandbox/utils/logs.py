@@ -61,7 +61,12 @@ class RarerAndRarer(logging.Filter):
         count = self._counts[kind]
         if count > 1:
             record.msg = f"{kind} (warning {count} of this kind)"
-        return count & (count - 1) == 0
+        return is_logged(count)
+
+
+def is_logged(count: int) -> bool:
+    """Return whether to log a repeated event, given its number: the first, second, fourth, eighth."""
+    return count & (count - 1) == 0
 
 
 def limit_uvicorn() -> None:
