@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from tests.rollout.growing import CODEC, LIMITS, PLAN, PROMPT, planned
 from tests.serving.test_serve import QUESTION, TOKEN, WRITTEN, Start, client, served
 from tests.tools_sandbox.helpers.served import serving
 from tests.tools_sandbox.helpers.services import wait_until
+from tools_sandbox.utils.logs import RarerAndRarer
 
 CHUNK = b'data: {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m", "choices": []}\n\n'
 MODELS = {"text": '{"data": [{"id": "m"}]}'}
@@ -85,6 +87,15 @@ def test_restarts_of_services_are_shown_while_an_agent_is_served(
         serve.serve(request, lambda: (socket.create_server(("127.0.0.1", 0)), "http://127.0.0.1"))
     assert "next: ARPO_SERVE_TOKEN=TOKEN arpo chat http://127.0.0.1/v1\n" in shown.getvalue() + capfd.readouterr().err
     assert shown.getvalue().count("engine was killed by SIGKILL; restart 1 of 1 in 1 s") == 1
+
+
+def test_warnings_that_strangers_can_cause_are_limited(shown: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(logger, "filters", [])
+    request = serve.ServeRequest("agent", (), plain=False, token=TOKEN, concurrency=1)
+    with pytest.raises(ProcessDiedError):
+        serve.serve(request, lambda: (socket.create_server(("127.0.0.1", 0)), "http://127.0.0.1"))
+    assert [type(each) for each in logger.filters] == [RarerAndRarer], shown.getvalue()
 
 
 def test_address_that_cannot_be_used_is_refused_before_the_services_start(

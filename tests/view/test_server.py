@@ -239,11 +239,11 @@ def test_signals_end_the_server_without_a_traceback(
     pages: Pages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first waits for an answer in progress, the second does not; SIGHUP comes when a terminal is closed."""
-    asked = threading.Event()
+    asked, signalled = threading.Event(), threading.Event()
 
     def answer(*_: object) -> None:
         asked.set()
-        time.sleep(1)
+        signalled.wait(60)  # the server does not end before the second signal, which would reach pytest
 
     monkeypatch.setattr(Pages, "answer", answer)
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "disabled", False)  # again after the test
@@ -263,6 +263,7 @@ def test_signals_end_the_server_without_a_traceback(
         for _ in range(2):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)
             time.sleep(0.1)
+        signalled.set()
         asking.join()
 
     ending = threading.Thread(target=ask_and_end)
