@@ -8,7 +8,6 @@ runs every attack in every way (see `pytest_collection_modifyitems` in conftest.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -231,9 +230,9 @@ def test_call_has_no_huge_pages_unless_kernel_counts_them(attacked: tuple[Sandbo
         call = pool.submit(client.call, "python", {"code": "import time; time.sleep(1)"})
         wait_until(lambda: len(service.calls()) >= 3)
         _, _, worker, *_ = service.calls()
-        enabled = re.findall(r"THP_enabled:\t(\d)", Path(f"/proc/{worker.pid}/status").read_text())
+        expected = f"THP_enabled:\t{int('control groups: yes' in service.stderr())}\n"
+        wait_until(lambda: expected in Path(f"/proc/{worker.pid}/status").read_text())  # set after its start
         call.result()
-    assert enabled == ["1" if "control groups: yes" in service.stderr() else "0"]
 
 
 COLLAPSE = """
