@@ -3,10 +3,12 @@
 import fcntl
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -26,6 +28,9 @@ hypothesis.settings.register_profile("same", max_examples=25, deadline=None, der
 hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
+# Uvicorn's set-up of logging closes all handlers. That of absl, which nemo-run imports, then closes its stream unless
+# it is the process's own: pytest's capture, if it was imported in a test.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 ONEBOX = Path(__file__).resolve().parents[1] / "slurm" / "onebox" / "onebox.sh"
 LONGEST_FIRST = (
