@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
-from arpo_megatron.serving import TOKEN_VARIABLE
+from arpo_megatron.serving import WRONG_TOKEN
 from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
 from arpo_megatron.serving.requests import ChatRequest, check_plain, read_request
@@ -108,13 +108,7 @@ def application(served: Served) -> Starlette:
         return _no_model(served, request.path_params["model"]) or JSONResponse(entry)
 
     async def health(_: Request) -> Response:
-        try:
-            url = f"{served.agent.engine_url}/health"
-            async with served.agent.session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as answer:
-                status = answer.status
-        except (TimeoutError, aiohttp.ClientError):
-            status = 503
-        return JSONResponse({"status": "ok" if status == 200 else "engine down"}, 200 if status == 200 else 503)
+        return await _health(served.agent)
 
     async def metrics(_: Request) -> Response:
         rows = {**{f"{name}_total": value for name, value in served.counts.items()}, "running": served.running}
@@ -181,7 +175,7 @@ class _Guard:
             elif not hmac.compare_digest(
                 headers.get("authorization", "").removeprefix("Bearer ").encode(), self.served.token.encode()
             ):
-                answer = _error(401, f"the token is missing or wrong: set {TOKEN_VARIABLE} to that of `arpo serve`")
+                answer = _error(401, WRONG_TOKEN)
         try:
             await answer(scope, receive, send)
         finally:
@@ -198,6 +192,16 @@ async def _until_client_leaves(request: Request, answer: Coroutine[Any, Any, Res
         answering.cancel()
         leaving.cancel()
         await asyncio.wait((answering, leaving))
+
+
+async def _health(agent: Agent) -> Response:
+    try:
+        url = f"{agent.engine_url}/health"
+        async with agent.session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as answer:
+            status = answer.status
+    except (TimeoutError, aiohttp.ClientError):
+        status = 503
+    return JSONResponse({"status": "ok" if status == 200 else "engine down"}, 200 if status == 200 else 503)
 
 
 def _no_model(served: Served, wanted: str | None) -> Response | None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.monitor.tree_view import printable
-from arpo_megatron.serving import TOKEN_VARIABLE
+from arpo_megatron.serving import WRONG_TOKEN
 from arpo_megatron.utils.chat_client import UnreadableReplyError, model_names, open_client, with_version
 from arpo_megatron.utils.signals import run_in_loop
 
@@ -61,8 +61,7 @@ async def _first_model(url: str, key: str) -> str:
         async with open_client(with_version(url), key=key, deadline_s=_MODELS_DEADLINE_S, retries=0) as client:
             return (await model_names(client))[0]
     except openai.AuthenticationError:
-        wrong = f"the token is missing or wrong: set {TOKEN_VARIABLE} to that of `arpo serve`"
-        raise UserError(f"{url} refuses the request: {wrong}") from None
+        raise UserError(f"{url} refuses the request: {WRONG_TOKEN}") from None
     except IndexError:
         raise UserError(f"{url} does not answer as a chat server: it has no model") from None
     except (openai.APIError, httpx.InvalidURL, UnreadableReplyError) as error:
