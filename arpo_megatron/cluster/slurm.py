@@ -60,7 +60,11 @@ def call(*command: str, check: bool = True, ignore: str | None = None) -> str:
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]} is not on the PATH: run this on a login node of the Slurm cluster")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        # SIGPIPE stays ignored, as it is in Python: munge's library does not handle it, and a busy munged that closes
+        # the connection would kill the command. Slurm tries again after the write error.
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, restore_signals=False
+        )
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{command[0]} did not answer for {TIMEOUT_S:g} s: Slurm's controller is down or busy"

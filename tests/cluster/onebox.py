@@ -151,8 +151,15 @@ class Onebox:
                     end(process)
 
     def slurm(self, *arguments: str) -> str:
+        """Run a Slurm command as `slurm.call` does, with SIGPIPE ignored."""
         return subprocess.run(
-            arguments, env=self.environment, capture_output=True, text=True, check=True, timeout=MOMENT_S
+            arguments,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=MOMENT_S,
+            restore_signals=False,
         ).stdout
 
     def arpo(self, *arguments: str, ok: bool = True, **variables: str) -> str:
