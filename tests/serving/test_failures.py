@@ -129,8 +129,8 @@ def test_failure_of_an_agent_that_a_command_serves_is_shown_at_once_and_ends_the
         with pytest.raises(UserError, match="does not answer as a chat server"):
             while True:
                 chat(url, key, console=Console(file=io.StringIO()), read=lambda: None)
-        seen = shown.getvalue()
-    assert "the agent is no longer served: engine was killed by SIGKILL, after 1 restarts" in " ".join(seen.split())
+        failure = "the agent is no longer served: engine was killed by SIGKILL, after 1 restarts"
+        wait_until(lambda: failure in " ".join(shown.getvalue().split()))
 
 
 async def hang(_: web.Request) -> web.Response:

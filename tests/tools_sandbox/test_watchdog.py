@@ -183,7 +183,7 @@ def test_call_continues_if_a_process_ends_before_it_is_measured(start: Start, mo
     monkeypatch.setattr(watchdog, "_Measurement", Measurement)
     watched = Watchdog(parent, 0, 100 * MIB)  # two times 64 MiB might be too much, 64 MiB are not
     watched.look(8)
-    assert psutil.Process(parent).status() == psutil.STATUS_STOPPED
+    wait_until(lambda: psutil.Process(parent).status() == psutil.STATUS_STOPPED)
     watched.look(8)
     wait_until(lambda: psutil.Process(parent).status() != psutil.STATUS_STOPPED)
     assert watched.look(8).memory_bytes < 100 * MIB
