@@ -62,7 +62,7 @@ def _rank(rank: int, port: int, results: "Queue[NetworkSpeeds | str]") -> None:
 
 
 def test_ranks_of_three_nodes_measure_the_same(tmp_path: Path) -> None:
-    context = get_context("spawn")
+    context = get_context("forkserver")  # it has imported torch if other tests of this process use it
     results: Queue[NetworkSpeeds | str] = context.Queue()
     (port,) = free_ports(1)
     ranks = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(6)]

@@ -136,7 +136,9 @@ def test_estimate_over_all_outcomes_is_the_exact_information(size: int) -> None:
     assert parts.information == pytest.approx(expected, rel=1e-12)
 
 
-def test_interval_of_a_ratio_covers_the_exact_one_and_the_needed_trees_shrink_it() -> None:
+def test_interval_of_a_ratio_covers_the_exact_one_and_the_needed_trees_shrink_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """40 studies of 200 trees: M 4 against M 2 on the problem above; the exact ratio comes from all outcomes."""
     groups = {
         size: [choices(rewards).gradients("token-mean") for rewards in itertools.product((0, 1), repeat=size)]
@@ -153,6 +155,7 @@ def test_interval_of_a_ratio_covers_the_exact_one_and_the_needed_trees_shrink_it
     assert covered >= 34  # of 40 at a nominal 95 %: 33 or fewer have a chance of 0.3 %
     # With that many trees the standard error of the log-ratio is log(2) / 3.24.
     count = round(np.median(needed))
+    monkeypatch.setattr(report, "RESAMPLES", 1)  # of the figures below only the estimate is used
     logs = []
     for _ in range(100):
         values = []
