@@ -48,6 +48,9 @@ class ExtensionPoint(StrEnum):
 BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.TASK_SELECTOR: {
         "epochs": "arpo_megatron.tasks.selectors.base:EpochSelector",
+        "failures": "arpo_megatron.tasks.selectors.failures:ReplayedFailures",
+        "hinted": "arpo_megatron.tasks.selectors.hinted:HintedTasks",
+        "prompts": "arpo_megatron.tasks.selectors.prompts:PromptPopulation",
         "solvable": "arpo_megatron.tasks.selectors.solvable:SolvableTasks",
         "targeted": "arpo_megatron.tasks.selectors.targeted:TargetedTasks",
         "unsaturated": "arpo_megatron.tasks.selectors.unsaturated:UnsaturatedTasks",
@@ -73,6 +76,8 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "flow": "arpo_megatron.algorithms.advantages.flow:TurnMean",
         "group": "arpo_megatron.algorithms.advantages.group:GroupNormalised",
         "hgpo": "arpo_megatron.algorithms.advantages.hgpo:HierarchyOfGroups",
+        "information": "arpo_megatron.algorithms.advantages.information:InformationGain",
+        "pivotal": "arpo_megatron.algorithms.advantages.pivotal:PivotalCredit",
         "rapo": "arpo_megatron.algorithms.advantages.rapo:RewardAware",
         "reinforce_plus_plus": "arpo_megatron.algorithms.advantages.reinforce_plus_plus:ReinforcePlusPlus",
         "rloo": "arpo_megatron.algorithms.advantages.rloo:LeaveOneOut",
@@ -84,6 +89,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "bapo": "arpo_megatron.algorithms.losses.bapo:Bapo",
         "cispo": "arpo_megatron.algorithms.losses.cispo:Cispo",
         "clip_cov": "arpo_megatron.algorithms.losses.clip_cov:ClipCov",
+        "entropy_target": "arpo_megatron.algorithms.losses.entropy_target:EntropyTarget",
         "epo": "arpo_megatron.algorithms.losses.epo:Epo",
         "gspo": "arpo_megatron.algorithms.losses.gspo:Gspo",
         "hapo": "arpo_megatron.algorithms.losses.hapo:Hapo",
@@ -92,7 +98,9 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "mdpo": "arpo_megatron.algorithms.losses.mdpo:Mdpo",
         "minirl": "arpo_megatron.algorithms.losses.minirl:MiniRl",
         "mix_ppg": "arpo_megatron.algorithms.losses.mix_ppg:MixPpg",
+        "opmd": "arpo_megatron.algorithms.losses.opmd:Opmd",
         "ppo": "arpo_megatron.algorithms.losses.ppo:Ppo",
+        "seeupo": "arpo_megatron.algorithms.losses.seeupo:SeeUpo",
     },
     ExtensionPoint.REPLAY: {
         "rollout_replay": "arpo_megatron.algorithms.replay.rollout_replay:RolloutReplay",
@@ -113,21 +121,22 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
     ExtensionPoint.PRESET: {
         name: f"arpo_megatron.algorithms.presets:{name.upper()}"
         for name in (
-            *("aepo", "aepo_released", "arpo", "arpo_released", "bapo", "cispo", "dapo", "dots", "eapo_partial"),
+            *("aepo", "aepo_released", "arbitrary_entropy_partial", "arpo", "arpo_released", "bapo", "cispo"),
+            *("dapo", "dots", "eapo_partial", "epo", "flow_grpo", "grpo", "grpo_tcr", "ghpo", "gspo", "gui_arpo"),
             *(
-                "epo",
-                "flow_grpo",
-                "grpo",
-                "grpo_tcr",
-                "gspo",
-                "gui_arpo",
                 "hapo_partial",
                 "hgpo",
                 "hispo",
+                "infopo",
+                "inspo_partial",
                 "ipa_partial",
+                "loop",
+                "mdpo",
+                "minirl",
+                "r3l_partial",
             ),
-            *("loop", "mdpo", "minirl", "random", "rapo_partial", "reinforce_plus_plus"),
-            *("reinforce_plus_plus_baseline", "remix_partial", "rloo", "spear_partial", "xrpo_partial"),
+            *("random", "rapo_partial", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remix_partial"),
+            *("rloo", "seeupo", "spear_partial", "xrpo_partial"),
         )
     },
     ExtensionPoint.REWARD_TERM: {
@@ -139,6 +148,7 @@ BUILTIN: Mapping[ExtensionPoint, Mapping[str, str]] = {
         "spear": "arpo_megatron.rewards.terms.spear:FadingToolBonus",
         "spo": "arpo_megatron.rewards.terms.spo:ShareOfWins",
         "tool_calls": "arpo_megatron.rewards.terms.measures:ToolCalls",
+        "verified": "arpo_megatron.rewards.terms.verified:VerifiedAnswer",
     },
 }
 """Name -> "module:attribute" of each built-in component."""

@@ -58,6 +58,8 @@ class PolicyOutputs:
     """float32[m] per pack, in nats."""
     entropies: list[Float32Array]
     """float32[m] per pack, in nats: entropy of the distribution that predicts each target."""
+    tempered_logprobs: Sequence[Float32Array] = ()
+    """float32[m] per pack at another temperature, if the loss needs them (`Tempered`)."""
 
 
 class Actor:

@@ -48,6 +48,33 @@ class AdvantageEstimator(Protocol):
         """
 
 
+@runtime_checkable
+class Counterfactual(Protocol):
+    """Implemented by advantage estimators that compare log-probs with those in other contexts, at the cost of a pass
+    over these. Implementations are pure.
+    """
+
+    def contexts(self, groups: Sequence[Group], masked: Sequence[int]) -> list[RolloutTree]:
+        """Return for each group a tree of the contexts, for example that of the group with further branches.
+
+        Args:
+            groups: all groups of the step.
+            masked: the tokens of a tool result without content.
+        """
+
+    def credit(
+        self, groups: Sequence[Group], contexts: Sequence[RolloutTree], logprobs: Sequence[Floats]
+    ) -> list[Floats]:
+        """Compute the advantages of a step; see `AdvantageEstimator`.
+
+        Args:
+            groups: all groups of the step.
+            contexts: what `contexts` has returned.
+            logprobs: for each context tree float64[tokens] in segment-index order, in nats, under the policy of the
+                step; NaN outside MODEL segments.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LossBatch:
     """One batch as the controller knows it before the update; each field has one entry per tree.
@@ -71,6 +98,10 @@ class LossBatch:
     """Log-probs that the engine reported when it sampled the tokens."""
     entropies: Sequence[Floats]
     """Entropies under the policy of the step."""
+    tempered_logprobs: Sequence[Floats] = ()
+    """Log-probs under the policy of the step at another temperature (`Tempered`); empty if the loss asks for none."""
+    turn: int = 0
+    """The turn that is updated, counted from the end of each trajectory, for a loss with `turn_by_turn`."""
 
 
 @runtime_checkable
@@ -161,12 +192,25 @@ class BatchLoss(Protocol):
     """A loss that is linear in the log-probs once the batch is known as a whole, its ratios for example.
 
     A loss whose ratios refer to the policies that sampled declares `corrects_for_sampling = True` (a ClassVar). It may
-    then train old trajectories without `algorithm.sampling_correction`. Implementations are pure.
+    then train old trajectories without `algorithm.sampling_correction`. One that declares `turn_by_turn = True` gets an
+    update for each turn (`LossBatch.turn`), the last one first. Implementations are pure.
     """
 
     def value(self, batch: LossBatch) -> BatchValue:
         """Compute the loss on the controller. `batch.logprobs` cost an extra pass before every update but the first of
         a step.
+        """
+
+
+@runtime_checkable
+class Tempered(Protocol):
+    """Implemented by batch losses that need `LossBatch.tempered_logprobs`, which cost a pass over the step's packs."""
+
+    def temperature(self, entropy: float) -> float:
+        """Return the temperature as a multiple of the sampling temperature.
+
+        Args:
+            entropy: mean entropy of the step's tokens in nats, with a shared token counted once.
         """
 
 

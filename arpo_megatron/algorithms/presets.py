@@ -49,7 +49,8 @@ ARPO_RELEASED = preset(
     branching="arpo_released",
 )
 RANDOM = preset(
-    "Control arm of ARPO: forks at the same places, with a chance that ignores entropy.", branching="random"
+    "Control arm of ARPO: forks at the same places and as often, with a chance that ignores entropy.",
+    branching="random",
 )
 AEPO = preset(
     "Entropy-balanced: initial trajectories set by a probe, a penalty on consecutive forks, a rescaled gradient at the "
@@ -65,6 +66,13 @@ AEPO_RELEASED = preset(
     branching="aepo_released",
     loss="aepo",
     params={"streak_penalty": 0.05},
+)
+ARBITRARY_ENTROPY_PARTIAL = preset(
+    "Moves the mean entropy to a target by good samples that are weighted as if they came from a higher or lower "
+    "temperature (AEPO, arXiv 2510.08141), by the variant of the authors' code that samples no second batch.",
+    loss="entropy_target",
+    entropy_coefficient=0.0,
+    params={"entropy_target": 0.5, "entropy_hot": 1.2, "entropy_cold": 0.8, "entropy_pull": 0.1},
 )
 GRPO = preset("Independent trajectories, compared within their group (arXiv 2402.03300).")
 DAPO = preset(
@@ -113,6 +121,12 @@ CISPO = preset(
     clip_low=1.0,
     clip_high=5.0,
 )
+GHPO = preset(
+    "Tasks that all trajectories have failed come again with the beginning of their solution (GHPO, arXiv 2507.10628), "
+    "by the authors' code. The data need worked solutions (data.columns.hint).",
+    selector="hinted",
+    params={"hint_step": 0.25, "hint_most": 0.75},
+)
 GUI_ARPO = preset(
     "GRPO on solvable tasks that replays a stored success if a whole group has failed (Agentic Replay Policy "
     "Optimization, arXiv 2505.16282).",
@@ -156,6 +170,19 @@ IPA_PARTIAL = preset(
     loss="ipa",
     params={"chunk_discount": 0.95, "chunk_mismatch": 5.0},
 )
+INFOPO = preset(
+    "Credits a turn with how much its tool result changed the next action, more so where the outcome does not "
+    "separate trajectories (InfoPO, arXiv 2603.00656). Experimental: the formula comes from the abstract; the "
+    "normalisation and the gate are ours.",
+    advantage="information",
+    params={"information_weight": 0.2, "information_scale": 0.1},
+)
+INSPO_PARTIAL = preset(
+    "Every task gets one of several system prompts; better ones are drawn more often and bad ones leave (INSPO, arXiv "
+    f"2512.01945). Set algorithm.params.prompt_file to a file of prompts. {EXPERIMENTAL}",
+    selector="prompts",
+    params={"prompt_temperature": 0.1, "prompt_every": 256, "prompt_keep": 2},
+)
 MINIRL = preset(
     "REINFORCE with truncated importance weights against the engine and PPO's clipping (Stabilizing reinforcement "
     "learning with LLMs, arXiv 2512.01374).",
@@ -195,6 +222,14 @@ RAPO_PARTIAL = preset(
     replay="success_replay",
     params={"saturated_at": 0.9, "replay_keep": 1, "replay_std_below": 0.05, "replay_mean_below": 0.2},
 )
+R3L_PARTIAL = preset(
+    "Trains only what follows the last fork of a trajectory, and amplifies successes (R3L, arXiv 2601.03715), by the "
+    "authors' code. ARPO's forks take the place of retries after a reflection.",
+    branching="arpo",
+    advantage="pivotal",
+    loss="opmd",
+    params={"pivotal_success": 1.0, "pivotal_gain": 3.0, "opmd_tau": 1.0},
+)
 REMIX_PARTIAL = preset(
     "Two fifths of a step are trees of the last two steps, and each token is clipped around the step's policy (ReMix, "
     f"arXiv 2507.06892, its first stage). {EXPERIMENTAL}",
@@ -206,6 +241,13 @@ XRPO_PARTIAL = preset(
     f"Right answers that the policy found unlikely count more (arXiv 2510.06672, advantage sharpening). {EXPERIMENTAL}",
     advantage="xrpo",
     params={"novelty_gain": 2.5, "novelty_limit": 0.5},
+)
+SEEUPO = preset(
+    "One update per turn, from the last to the first, with the ratio of a whole turn (SeeUPO, arXiv 2602.06554). "
+    "Experimental: the order comes from the abstract, the correction for later turns from HAPPO (arXiv 2109.11251).",
+    loss="seeupo",
+    clip_low=0.2,
+    clip_high=0.2,
 )
 SPEAR_PARTIAL = preset(
     "A fading bonus for tool calls (half the paper's weight, because wrong answers earn 0 here instead of -1), replay "

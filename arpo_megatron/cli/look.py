@@ -152,10 +152,20 @@ def trees(
     svg: Annotated[
         Path | None, typer.Option(help="Write the drawing to this SVG file instead of the terminal.")
     ] = None,
+    reflections: Annotated[
+        Path | None,
+        typer.Option(help="Write failed branches with the right one next to them as SFT data (.jsonl) instead."),
+    ] = None,
+    reflection: Annotated[
+        str, typer.Option(help="Sentence between both branches, with --reflections.")
+    ] = "\nThat step was wrong. I take another one.\n",
 ) -> None:
     """List and draw the rollout trees of a step: their forks, the policy's entropies, and the rewards."""
-    from arpo_megatron.cli.trees import show_trees
+    from arpo_megatron.cli.trees import show_trees, write_reflections
 
+    if reflections is not None:
+        write_reflections(open_run(run_dir), step=step, file=reflections, text=reflection)
+        return
     show_trees(open_run(run_dir), step=step, tree=tree, count=count, svg=svg)
     next_command("arpo", "view", run_dir)
 

@@ -1,5 +1,6 @@
 """`arpo trees` and `arpo replay-tree`: show a run's stored trees, and check that their decisions can be recomputed."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from arpo_megatron.monitor.tree_store import (
     stored_steps,
 )
 from arpo_megatron.monitor.tree_view import printable, render_tree, save_svg
+from arpo_megatron.tree import RolloutTree
+from arpo_megatron.utils.atomic import atomic_write
 
 
 def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: int, svg: Path | None) -> None:
@@ -56,6 +59,41 @@ def show_trees(run: RunDirectory, *, step: int | None, tree: int | None, count: 
         raise UserError(f"cannot write {svg}: {error.strerror}") from None
 
 
+def write_reflections(run: RunDirectory, *, step: int | None, file: Path, text: str) -> None:
+    """Write the reflection data of a run's trees, and print the number of rows.
+
+    Args:
+        run: run with stored trees.
+        step: step of the trees; None for all stored ones.
+        file: .jsonl file for `sft.data`.
+        text: the sentence between the wrong and the right branch.
+
+    Raises:
+        UserError: no trees are stored, none of them has a failed branch next to a success, or the file cannot be
+            written.
+    """
+    from arpo_megatron.tasks.sft.reflections import reflection_rows
+
+    if file.suffix != ".jsonl":
+        raise UserError(f"--reflections {file}: the name must end in .jsonl")
+    job = resolve.read(run.config)
+    tokens = load_tokenizer(start_model(job, run, "sft")).encode(text, add_special_tokens=False)
+    rows = []
+    for number in stored_steps(run) if step is None else [step]:
+        for item in read_trees(step_file(run, number)):
+            if item.complete:
+                solved = [reward > job.reward.success_threshold for reward in item.rewards]
+                rows += [json.dumps(row) for row in reflection_rows(item.tree, solved, tokens)]
+    if not rows:
+        raise UserError(f"{run.path}: no stored tree has a failed branch with a call next to a success")
+    try:
+        with atomic_write(file) as partial:
+            partial.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    print(f"{len(rows)} failed branches, each with the right one next to it: {file}")
+
+
 def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
     """Recompute the decisions of stored trees, print the outcome, and return whether all match.
 
@@ -68,6 +106,7 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         UserError: the file, the config or the tokenizer cannot be read.
     """
     from arpo_megatron.algorithms.branching import make_branch_policy
+    from arpo_megatron.algorithms.branching.random_forks import at_rate
     from arpo_megatron.rollout.replay_decisions import DecisionMismatchError, replay_decisions
     from arpo_megatron.rollout.worker import TokenizerCodec
 
@@ -76,7 +115,6 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         raise UserError(f"{file} is not in a run directory: give the run's config with --config")
     job = resolve.read(config or run.config)
     vocabulary_size = TokenizerCodec(start_model(job, run, "sft")).vocabulary_size
-    policy = make_branch_policy(job.algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
     stored = read_trees(file)
     numbers = range(len(stored)) if tree is None else [tree]
     decisions = 0
@@ -94,6 +132,8 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
             mixed += 1
             continue
         try:
+            algorithm = at_rate(job.algorithm, _fork_rate(item.tree))
+            policy = make_branch_policy(algorithm, vocabulary_size=vocabulary_size, seed=job.seed)
             decisions += replay_decisions(item.tree, policy)
         except DecisionMismatchError as difference:
             print(printable(f"tree {number} ({item.tree.task_id}): {difference}"))
@@ -104,6 +144,11 @@ def replay_trees(file: Path, *, tree: int | None, config: Path | None) -> bool:
         print(f"{mixed} trees contain replayed trajectories; they are skipped")
     print(f"{len(numbers) - incomplete - mixed} trees, {decisions} decisions: all follow from tree, entropies and seed")
     return True
+
+
+def _fork_rate(tree: RolloutTree) -> float | None:
+    """Return the chance of a tree's first decision; trees with a matched fork rate have one for all."""
+    return next((segment.branch.probability for segment in tree.segments if segment.branch is not None), None)
 
 
 def _picture(item: StoredTree, decode: Callable[[list[int]], str]) -> RenderableType:

@@ -29,9 +29,10 @@ class DataConfig:
     """Reader of `path`: `auto`, the name of an installed one, or FILE.py:CLASS (docs/guides/extending.md)."""
     split: str = "train"
     """Split of a dataset directory."""
-    columns: dict[Literal["question", "answer", "kind"], str] = field(default_factory=dict, hash=False)
-    """Columns of the file that hold question (text or messages), answer, and kind (mathematics if it names math, gsm8k
-    or aime), e.g. {question: task, answer: result.value}; usual names are found without it."""
+    columns: dict[Literal["question", "answer", "kind", "hint"], str] = field(default_factory=dict, hash=False)
+    """Columns of the file that hold question (text or messages), answer, kind (mathematics if it names math, gsm8k or
+    aime) and hint (a worked solution, for `algorithm.selector=hinted`), e.g. {question: task, answer: result.value};
+    usual names are found without it."""
     verifier: Literal["math", "qa"] | None = None
     """How answers are verified without a column of kinds: as mathematics or as words. None: a number, a tuple or LaTeX
     is mathematics."""

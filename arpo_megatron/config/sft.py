@@ -22,8 +22,8 @@ class SftConfig:
     steps: NonNegative = 0
     """Number of updates; 0 skips the cold start."""
     data: Path | None = None
-    """Conversations to learn from (.jsonl, .json or .parquet, rows with "messages"), for a model at model.path; None:
-    demonstrations of the generated tasks."""
+    """Conversations to learn from (.jsonl, .json or .parquet, rows with "messages"), for a model at model.path, or rows
+    that `arpo trees RUN --reflections FILE` has written; None: demonstrations of the generated tasks."""
     max_tokens: Positive | None = None
     """A conversation with more tokens is a bad row (`data`); None: model.max_length."""
     held_out_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

@@ -29,6 +29,8 @@ class Task:
     """The messages as the text that the model is prompted with."""
     aliases: tuple[str, ...] = ()
     """Other answers that are as right as `ground_truth`."""
+    hint: str = ""
+    """A worked solution, whose beginning a selector may show (`tasks/selectors/hinted.py`); "": there is none."""
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -36,7 +38,7 @@ class Task:
         return (self.ground_truth, *self.aliases)
 
     def __post_init__(self) -> None:
-        for name in ("id", "ground_truth", "source", "prompt_text"):
+        for name in ("id", "ground_truth", "source", "prompt_text", "hint"):
             object.__setattr__(self, name, whole_characters(getattr(self, name)))
         object.__setattr__(self, "aliases", tuple(map(whole_characters, self.aliases)))
         turns: tuple[Message, ...] = tuple(

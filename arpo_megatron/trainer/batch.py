@@ -4,7 +4,7 @@ Most credit follows from rewards alone and is in the packs from the start. Credi
 weights of trajectories, ratios of sequences) is added by `finish_credit` between the passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,15 @@ import numpy as np
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor, PolicyOutputs
-from arpo_megatron.algorithms.base import BatchValue, Group, LossBatch, TokenLoss, TokenScaling
+from arpo_megatron.algorithms.base import (
+    BatchValue,
+    Counterfactual,
+    Group,
+    LossBatch,
+    Tempered,
+    TokenLoss,
+    TokenScaling,
+)
 from arpo_megatron.algorithms.components import make_advantage_estimator, make_policy_loss, sampling_correction
 from arpo_megatron.algorithms.credit import (
     LossForm,
@@ -22,14 +30,16 @@ from arpo_megatron.algorithms.credit import (
     check_advantages,
     leaf_weights,
     scale_credits,
+    supervised_credit,
     tree_credits,
 )
 from arpo_megatron.algorithms.importance import Correction, SamplingWeights, sampling_weights
+from arpo_megatron.algorithms.turns import turns
 from arpo_megatron.algorithms.types import Floats
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.monitor.tree_store import TrainedTree
-from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.layout import TreePack, drop_routes
 from arpo_megatron.packing.packs import pack_batch, replace_credits, split_by_tree
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tree import Float32Array, RolloutTree
@@ -47,23 +57,61 @@ class Batch:
     """For each tree float64[leaves] or [leaves, segments], on rank 0."""
     reference_logprobs: Sequence[Float32Array] | None = None
     """Log-probs of the packs under the reference policy; None without a KL penalty."""
+    turn: int = 0
+    """The turn that is updated (`LossBatch.turn`). The batches of one group of trees have the same packs."""
 
 
-def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec) -> list[Batch]:
+def counterfactual_advantages(
+    actor: Actor, scored: Sequence[ScoredTree], config: JobConfig, masked: Callable[[], Sequence[int]] | None
+) -> list[Floats] | None:
+    """Return the advantages of an estimator that needs log-probs in other contexts; all ranks call it.
+
+    Args:
+        actor: the policy of the step.
+        scored: the step's trees, on rank 0.
+        config: the job.
+        masked: returns the tokens of a tool result without content, on rank 0; None elsewhere.
+
+    Returns:
+        Advantages of the trees without those of a replay buffer, for `build_batches`, on rank 0; None elsewhere, and
+        for other estimators.
+    """
+    estimator = make_advantage_estimator(config.algorithm)
+    if not isinstance(estimator, Counterfactual):
+        return None
+    groups = _groups([item for item in scored if item.advantages is None])
+    contexts = [] if masked is None else estimator.contexts(groups, masked())
+    own = pack_batch(contexts, supervised_credit(contexts), config, actor.spec) if contexts else []
+    packs = parallel.broadcast_object([drop_routes(pack) for pack in own])
+    logprobs = actor.logprobs(packs, training=False)
+    return estimator.credit(groups, contexts, split_by_tree(packs, logprobs, contexts)) if contexts else None
+
+
+def _groups(scored: Sequence[ScoredTree]) -> list[Group]:
+    return [Group(item.tree, item.rewards, item.accuracies) for item in scored]
+
+
+def build_batches(
+    scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSpec, estimates: Sequence[Floats] | None = None
+) -> list[Batch]:
     """Turn the trees of a step into batches: rewards -> advantages -> credit of tokens -> packs.
 
     Advantages may compare all trees of the step, except those that the replay buffer has given
     (`ScoredTree.advantages`). The trees are then divided, in order, into `algorithm.minibatches` batches of nearly
-    equal size. Token weights are global over a batch.
+    equal size. Token weights are global over a batch. A loss with `turn_by_turn` gets several batches of the same
+    trees.
+
+    Args:
+        scored: the trees.
+        config: the job.
+        spec: sizes of the model.
+        estimates: from `counterfactual_advantages`; None: the estimator needs rewards only.
     """
-    algorithm = config.algorithm
-    groups = [Group(item.tree, item.rewards, item.accuracies) for item in scored]
+    algorithm, groups = config.algorithm, _groups(scored)
     shapes = [TreeShape(group.tree) for group in groups]
-    estimated = iter(
-        make_advantage_estimator(algorithm)(
-            [group for group, item in zip(groups, scored, strict=True) if item.advantages is None]
-        )
-    )
+    if estimates is None:
+        estimates = make_advantage_estimator(algorithm)(_groups([item for item in scored if item.advantages is None]))
+    estimated = iter(estimates)
     raw = [next(estimated) if item.advantages is None else item.advantages for item in scored]
     advantages = [
         shape.apply_shared_advantage(values, algorithm.shared_advantage)
@@ -75,14 +123,22 @@ def build_batches(scored: Sequence[ScoredTree], config: JobConfig, spec: ModelSp
     for a, b in pairwise(bounds):
         trees = [group.tree for group in groups[a:b]]
         credits = tree_credits(trees, advantages[a:b], aggregation=algorithm.loss_aggregation)
-        batches.append(Batch(pack_batch(trees, credits, config, spec), trees, advantages[a:b]))
+        first = Batch(pack_batch(trees, credits, config, spec), trees, advantages[a:b])
+        batches += [replace(first, turn=turn) for turn in range(_updates(trees, algorithm))]
     return batches
+
+
+def _updates(trees: Sequence[RolloutTree], algorithm: AlgorithmConfig) -> int:
+    """Return the number of updates with these trees: one, or one for each turn of the longest trajectory."""
+    if not getattr(make_policy_loss(algorithm), "turn_by_turn", False):
+        return 1
+    return max(1, *(len(turns(tree, leaf)) for tree in trees for leaf in tree.leaves()))
 
 
 def broadcast_batches(batches: Sequence[Batch]) -> list[Batch]:
     """Return rank 0's batches on every rank; the trees stay on rank 0."""
-    packs = parallel.broadcast_object([batch.packs for batch in batches])
-    return list(batches) if parallel.is_rank_zero() else [Batch(own) for own in packs]
+    packs = parallel.broadcast_object([(batch.packs, batch.turn) for batch in batches])
+    return list(batches) if parallel.is_rank_zero() else [Batch(own, turn=turn) for own, turn in packs]
 
 
 def add_reference_logprobs(actor: Actor, batches: Sequence[Batch]) -> list[Batch]:
@@ -91,6 +147,23 @@ def add_reference_logprobs(actor: Actor, batches: Sequence[Batch]) -> list[Batch
     if logprobs is None:
         return list(batches)
     return [replace(batch, reference_logprobs=own) for batch, own in zip(batches, logprobs, strict=True)]
+
+
+def step_outputs(actor: Actor, batches: Sequence[Batch], config: JobConfig) -> list[PolicyOutputs]:
+    """Return log-probs and entropies of a step's batches under the present policy; all ranks call it."""
+    outputs = list[PolicyOutputs]()
+    for batch in batches:
+        outputs.append(outputs[-1] if batch.turn else actor.policy_outputs(batch.packs))
+    loss = make_policy_loss(config.algorithm)
+    entropies = [values for own in outputs for values in own.entropies]
+    if not isinstance(loss, Tempered) or not entropies:
+        return outputs
+    # The same on all ranks, which must agree on the temperature.
+    temperature = config.rollout.temperature * loss.temperature(float(np.concatenate(entropies).mean(dtype=np.float64)))
+    return [
+        replace(own, tempered_logprobs=actor.logprobs(batch.packs, temperature=temperature))
+        for own, batch in zip(outputs, batches, strict=True)
+    ]
 
 
 def trained_trees(batches: Sequence[Batch], outputs: Sequence[PolicyOutputs]) -> list[TrainedTree]:
@@ -103,6 +176,7 @@ def trained_trees(batches: Sequence[Batch], outputs: Sequence[PolicyOutputs]) ->
     return [
         TrainedTree(advantages, logprobs)
         for batch, own in zip(batches, outputs, strict=True)
+        if not batch.turn
         for advantages, logprobs in zip(
             batch.advantages, split_by_tree(batch.packs, own.logprobs, batch.trees), strict=True
         )
@@ -129,6 +203,7 @@ def finish_credit(
     *,
     on_policy: bool,
     entropies: Sequence[Float32Array] = (),
+    tempered_logprobs: Sequence[Float32Array] = (),
 ) -> ReadyUpdate:
     """Compute the credits that depend on log-probs; all ranks call it.
 
@@ -139,6 +214,7 @@ def finish_credit(
         config: the algorithm.
         on_policy: the actor still is the policy of the step.
         entropies: of the packs under the policy of the step; only some algorithms need them.
+        tempered_logprobs: `PolicyOutputs.tempered_logprobs`.
     """
     loss, estimator = make_policy_loss(config.algorithm), make_advantage_estimator(config.algorithm)
     correction = sampling_correction(config)
@@ -158,7 +234,7 @@ def finish_credit(
         )
         return ReadyUpdate(_with_credits(batch, credits, weights), old_logprobs, "policy", {**weights.statistics})
     new = old_logprobs if on_policy else actor.logprobs(batch.packs)
-    inputs = _loss_batch(batch, old_logprobs, new, entropies, config, weights)
+    inputs = _loss_batch(batch, old_logprobs, new, entropies, config, weights, tempered_logprobs)
     # Ratios and loss cover the whole batch, so rank 0 alone computes and reports them. They come from the log-probs of
     # earlier passes; kl_old of this pass shows whether it computes the same.
     value = loss.value(inputs) if parallel.is_rank_zero() else BatchValue(0.0, [])
@@ -188,6 +264,7 @@ def _loss_batch(
     entropies: Sequence[Float32Array],
     config: JobConfig,
     weights: SamplingWeights,
+    tempered_logprobs: Sequence[Float32Array] = (),
 ) -> LossBatch:
     """Arrange values by tree; without trees (on other ranks than 0) all lists are empty."""
     trees = batch.trees
@@ -206,6 +283,8 @@ def _loss_batch(
         logprobs=by_tree(logprobs),
         sampling_logprobs=sampling,
         entropies=by_tree(entropies or [np.full_like(own, np.nan) for own in old_logprobs]),
+        tempered_logprobs=by_tree(tempered_logprobs) if tempered_logprobs else (),
+        turn=batch.turn,
     )
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from arpo_megatron.algorithms.branching.random_forks import at_rate, rate_of_step
 from arpo_megatron.algorithms.replay.base import AddsTrees, ReplayBuffer
 from arpo_megatron.config import JobConfig, RolloutConfig
 from arpo_megatron.errors import StoppedError, UserError
@@ -39,7 +41,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.rollout.record import UntrainedTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSelector
+from arpo_megatron.tasks.selectors.base import TaskSelector, VariesTasks
 from arpo_megatron.trainer.scorer import TreeScorer
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree
@@ -114,6 +116,8 @@ class TreeCollector:
     """Trees that a stopped run had in flight; the next step continues them."""
     paused: bool = False
     """No tree grows until the next push has succeeded."""
+    arpo_chances: list[float | None] = field(default_factory=list)
+    """`arpo_chance` of each finished step, which a random control arm follows (`RunState.arpo_chances`)."""
 
     def collect(self, step: int) -> list[ScoredTree]:
         """Return the trees that step `step` (from 0) trains.
@@ -184,6 +188,9 @@ class TreeCollector:
     def restore(self, trees: Sequence[UntrainedTree], tasks: Sequence[Task]) -> None:
         """Continue `trees`, which `unfinished` returned, in the next step."""
         by_id = {task.id: task for task in tasks}
+        for tree in trees:
+            if tree.task_id not in by_id and isinstance(self.selector, VariesTasks):
+                by_id[tree.task_id] = self.selector.variant(tree.task_id)
         self.restored = [(by_id[tree.task_id], tree) for tree in trees]
 
     def replay_snapshot(self) -> Callable[[], bytes] | None:
@@ -205,8 +212,14 @@ class TreeCollector:
         trees, self.restored = self.restored, []
         self.in_flight += [task for task, _ in trees]
         current.drawn.update(tree.task_id for _, tree in trees if tree.step == current.step)
+        # A tree continues with the fork rate of its step.
+        for rate, same in groupby(trees, key=lambda item: rate_of_step(self.arpo_chances, item[1].step)):
+            self.rollouts.resume_trees(TRAINING, list(same), version=current.step, settings=self._settings(rate))
+
+    def _settings(self, fork_rate: float | None) -> RolloutSettings:
+        """Return the settings of trees with a fork rate that follows ARPO's; None: before it is known."""
         settings = RolloutSettings.training(self.config)
-        self.rollouts.resume_trees(TRAINING, trees, version=current.step, settings=settings)
+        return replace(settings, branching=at_rate(self.config.algorithm, fork_rate))
 
     def _start(self, count: int, current: StepInProgress) -> None:
         tasks = self.selector.next_batch(count, current.drawn) if count > 0 else []
@@ -214,7 +227,7 @@ class TreeCollector:
             return
         current.drawn.update(task.id for task in tasks)
         self.in_flight += tasks
-        settings = RolloutSettings.training(self.config)
+        settings = self._settings(rate_of_step(self.arpo_chances, current.step))
         self.rollouts.start_trees(TRAINING, tasks, step=current.step, version=current.step, settings=settings)
 
     def _wait_for_step(self, current: StepInProgress) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from arpo_megatron.algorithms.branching.random_forks import arpo_chance, follows_arpo
 from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.monitor.tree_store import TrainedTree, TreeLog, held_out_file, write_trees
@@ -16,8 +17,10 @@ from arpo_megatron.rollout.endpoints import ServiceEndpoints, connect_rollouts
 from arpo_megatron.rollout.handle import RolloutHandle
 from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings
 from arpo_megatron.rollout.record import UntrainedTree, decode_records, encode_records
+from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.protocols.build import reading_protocol
+from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
+from arpo_megatron.tasks.protocols.build import make_protocol, reading_protocol
 from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.trainer.collector import TreeCollector, check_not_blocked, check_stop, report_progress
 from arpo_megatron.trainer.held_out import HeldOutResult
@@ -199,9 +202,15 @@ class Controller:
             totals[name] = totals.get(name, 0) + value
         missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode, values)
         totals["trees_not_stored"] = int(totals.get("trees_not_stored", 0)) + missing
+        algorithm, followed = self.session.config.algorithm, dict[str, float]()
+        if follows_arpo(algorithm):
+            chance = arpo_chance([item.tree for item in trained if item.sampled], algorithm)
+            self.collector.arpo_chances.append(chance)
+            followed = {} if chance is None else {"arpo_fork_chance": chance}
         judge, replay = self.reward.judge, self.collector.replay
         return {
             **rollout_metrics(trained, step, self.session.config.reward.success_threshold),
+            **followed,
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
             **self.collector.selector.metrics(),
             **({} if replay is None else replay.metrics()),
@@ -213,8 +222,15 @@ class Controller:
         collector = self.collector
         return ControllerState(collector.selector.state_dict(), collector.unfinished(), collector.replay_snapshot())
 
-    def restore(self, state: ControllerState | None, step: int) -> None:
-        """Continue from the checkpoint of `step` (None: there is none), or from the journal of the step after it."""
+    def restore(self, state: ControllerState | None, step: int, arpo_chances: list[float | None]) -> None:
+        """Continue from the checkpoint of `step` (None: there is none), or from the journal of the step after it.
+
+        Args:
+            state: of the checkpoint.
+            step: number of finished steps.
+            arpo_chances: `RunState.arpo_chances`, to which `finish_step` appends.
+        """
+        self.collector.arpo_chances = arpo_chances
         trees: Sequence[UntrainedTree] = ()
         if state is not None:
             trees = state.trees
@@ -228,6 +244,13 @@ class Controller:
                 f"step {step + 1} continues with {len(trees)} trees and {journal.entries} entries of its journal"
             )
         self.collector.restore(trees, self.tasks)
+
+    def masked_result(self) -> list[int]:
+        """Return the tokens of a tool result without content."""
+        rollout, model = self.session.config.rollout, self.session.start
+        named = rollout.environment is not None
+        protocol = EnvironmentProtocol(model) if named else make_protocol(rollout.protocol, model=model)
+        return protocol.result_frame().tokens("", TokenizerCodec(model), rollout.max_tool_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return token ids as text, special tokens kept."""

@@ -37,7 +37,9 @@ from arpo_megatron.trainer.batch import (
     add_reference_logprobs,
     broadcast_batches,
     build_batches,
+    counterfactual_advantages,
     finish_credit,
+    step_outputs,
     trained_trees,
 )
 from arpo_megatron.trainer.consistency import check_on_policy
@@ -72,6 +74,8 @@ class RunState:
     """|trainer - engine| of the first push's probe, in nats: the rounding of this model."""
     logprob_gap_max: float = 0.0
     """Largest |trainer - engine| log-prob so far, in nats."""
+    arpo_chances: list[float | None] = field(default_factory=list)
+    """Mean chance of ARPO at the fork points of each finished step, if `algorithm.branching=random` follows it."""
     skipped_in_a_row: int = 0
     """Updates skipped since the last one that was taken."""
 
@@ -153,7 +157,7 @@ class TrainingRun:
             saved = ControllerState.load(checkpoint, self.state.selector)
             self.session.note(f"resumed from {checkpoint.name}: {self.step} steps are done", resumed=True)
         if self.controller is not None:
-            self.controller.restore(saved, self.step)
+            self.controller.restore(saved, self.step, self.state.arpo_chances)
 
     def rollout(self) -> list[ScoredTree]:
         """Return the step's finished trees with a reward for every leaf; [] on other ranks than 0.
@@ -172,12 +176,14 @@ class TrainingRun:
 
     def make_batches(self, trees: Sequence[ScoredTree]) -> list[Batch]:
         """Turn rank 0's trees into the batches of the step's updates, on every rank."""
-        batches = broadcast_batches(build_batches(trees, self.config, self.actor.spec))
+        masked = None if self.controller is None else self.controller.masked_result
+        estimates = counterfactual_advantages(self.actor, trees, self.config, masked)
+        batches = broadcast_batches(build_batches(trees, self.config, self.actor.spec, estimates))
         return add_reference_logprobs(self.actor, batches)
 
     def compute_logprobs(self, batches: Sequence[Batch]) -> list[PolicyOutputs]:
         """Return log-probs and entropies of the batches under the present policy."""
-        return [self.actor.policy_outputs(batch.packs) for batch in batches]
+        return step_outputs(self.actor, batches, self.config)
 
     def update(self, batch: Batch, old: PolicyOutputs, *, on_policy: bool) -> UpdateStats:
         """Update the policy once; an update with a loss or gradient that is not finite is skipped and dumped.
@@ -195,7 +201,13 @@ class TrainingRun:
             self.controller.collector.write_journal()  # trees of later steps grow meanwhile
         with self.phase("ratios"):  # a `BatchLoss` needs another pass over the packs, which is timed separately
             ready = finish_credit(
-                self.actor, batch, old.logprobs, self.config, on_policy=on_policy, entropies=old.entropies
+                self.actor,
+                batch,
+                old.logprobs,
+                self.config,
+                on_policy=on_policy,
+                entropies=old.entropies,
+                tempered_logprobs=old.tempered_logprobs,
             )
         self.actor.progress = self.progress()
 

@@ -14,7 +14,7 @@ from arpo_megatron.jobs import resolve
 from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
-from arpo_megatron.trainer.batch import build_batches, finish_credit
+from arpo_megatron.trainer.batch import build_batches, counterfactual_advantages, finish_credit, step_outputs
 from arpo_megatron.trainer.collector import interleave
 from tests.actor import cases
 
@@ -45,11 +45,21 @@ def test_preset_trains(name: str) -> None:
         assert stored
         scored = interleave(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
-    batches = build_batches(scored, config, actor.spec)
-    old = [actor.policy_outputs(batch.packs) for batch in batches]
+    estimates = counterfactual_advantages(actor, scored, config, lambda: [1, 2])
+    assert (estimates is not None) is (name == "infopo")
+    batches = build_batches(scored, config, actor.spec, estimates)
+    old = step_outputs(actor, batches, config)
     for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):
         actor.progress = TrainingProgress(number, 2, 0.5 if number else None)
-        ready = finish_credit(actor, batch, scores.logprobs, config, on_policy=number == 0, entropies=scores.entropies)
+        ready = finish_credit(
+            actor,
+            batch,
+            scores.logprobs,
+            config,
+            on_policy=number == 0,
+            entropies=scores.entropies,
+            tempered_logprobs=scores.tempered_logprobs,
+        )
         stats = replace(actor.update(ready.packs, ready.old_logprobs, ready.loss), **ready.statistics)
         assert not stats.skipped and stats.grad_norm > 0
         assert (stats.ratio_max == 1.0) is (number == 0)

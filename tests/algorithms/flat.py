@@ -97,6 +97,7 @@ def cases(draw: st.DrawFn, *, by_segment: bool | None = None) -> Case:
         logprobs=new,
         sampling_logprobs=[o + rng.normal(0, 0.1, len(o)) for o in old],
         entropies=entropies,
+        tempered_logprobs=[o + rng.normal(0, 0.3, len(o)) for o in old],
     )
     parameters = [torch.from_numpy(np.nan_to_num(n)).requires_grad_() for n in new]
     return Case(batch, aggregation, parameters, [torch.from_numpy(np.nan_to_num(e)) for e in entropies])

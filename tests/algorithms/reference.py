@@ -21,10 +21,14 @@ class Trajectory:
     reward: float
     turn: Array  # int[n], the turn of each token, from 0
     states: list[bytes]  # what the environment wrote before each turn
+    holders: Array  # int[n], trajectories of the group that hold the token
     new: Array  # float64[n], log-probs under the policy in training
     old: Array  # under the policy of the step
     sampling: Array  # as sampled
     entropy: Array  # under the policy of the step
+    tempered: Array  # log-probs under the policy of the step at another temperature
+    places: Array  # int[n], the same for copies of one token
+    gains: Array  # float64[turns], log p of the next turn minus that after an empty result, per token; NaN for none
     advantage: Array  # float64[n]
     weight: float  # w: 1 / (tokens of the batch) or 1 / (trajectories * n), times `factor`
     factor: float  # v: the trajectory's importance weight
@@ -106,6 +110,16 @@ def hgpo(groups: list[Group]) -> list[list[Array]]:
     return found
 
 
+def pivotal(groups: list[Group]) -> list[list[Array]]:
+    """arXiv 2601.03715 by its code: suffixes alone, success 1, gain 3."""
+    found = []
+    for group in groups:
+        mean = rewards(group).mean()
+        raised = [1.0 if own.reward >= 1 else (own.reward - mean) * (3 if own.reward > mean else 1) for own in group]
+        found.append([np.where(own.holders == 1, a, 0.0) for a, own in zip(raised, group, strict=True)])
+    return found
+
+
 def rapo(groups: list[Group]) -> list[list[Array]]:
     """arXiv 2509.24107, eq. 3 and 6."""
     informative = sum(np.ptp(rewards(group)) > 0 for group in groups)
@@ -129,6 +143,23 @@ def whitened(*, baseline: bool) -> "AdvantageReference":
         return [[(own - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for own in group] for group in every]
 
     return of
+
+
+def information(groups: list[Group]) -> list[list[Array]]:
+    """arXiv 2603.00656 in our form, weight 0.2, scale 0.1."""
+    found = []
+    for group in groups:
+        r = rewards(group)
+        known = np.array([gain for own in group for gain in own.gains if not np.isnan(gain)])
+        gate = 0.2 * 0.1 / (0.1 + (r.std(ddof=1) if len(r) > 1 else 0.0))
+        rows = []
+        for own, a in zip(group, normalised(r), strict=True):
+            rows.append(np.full(len(own.new), a))
+            for turn, gain in enumerate(own.gains):
+                if not np.isnan(gain):
+                    rows[-1][own.turn == turn] += gate * (gain - known.mean()) / (known.std() + 1e-6)
+        found.append(rows)
+    return found
 
 
 def token_group(groups: list[Group]) -> list[list[Array]]:
@@ -178,6 +209,8 @@ ADVANTAGES: dict[str, AdvantageReference] = {
     "chunks": chunks,
     "flow": flow,
     "hgpo": hgpo,
+    "information": information,
+    "pivotal": pivotal,
     "rapo": rapo,
     "reinforce_plus_plus": whitened(baseline=False),
     "reinforce_plus_plus, group_baseline": whitened(baseline=True),
@@ -243,6 +276,11 @@ def mix_ppg(own: Trajectory) -> Terms:
     return clipped(own.ratio * d, own.advantage, d - LOW, d + HIGH, DUAL * d)
 
 
+def opmd(own: Trajectory) -> Terms:
+    """arXiv 2601.03715 by its code: A log p / (1 + tau), tau 1."""
+    return own.advantage * own.new / 2, own.advantage / 2
+
+
 def hispo(own: Trajectory) -> Terms:
     """arXiv 2603.21065, limits 0.05 and 1."""
     kept = abs(np.exp(np.log(own.mismatch).mean()) - 1) < 0.05 if len(own.new) else False
@@ -262,6 +300,17 @@ def gspo(own: Trajectory) -> Terms:
     """arXiv 2507.18071, eq. 5 to 7; eq. 13 and 14 if advantages differ in a trajectory. The mean is over sequences."""
     s = np.full(len(own.new), np.exp((own.new - own.old).mean()) if len(own.new) else 1.0)
     return clipped(s, own.advantage, 1 - LOW, 1 + HIGH, np.inf)
+
+
+def seeupo(own: Trajectory, back: int = 0) -> Terms:
+    """arXiv 2602.06554: the turn `back` turns before the last, its advantage times the ratios of all later turns."""
+    place = len(own.states) - 1 - back
+    here = own.turn == place
+    drift = own.new - own.old
+    later = np.prod([np.exp(drift[own.turn == turn].mean()) for turn in range(max(place, 0) + 1, len(own.states))])
+    ratio = np.exp(drift[here].mean()) if here.any() else 1.0
+    value, slope = clipped(np.full(len(drift), ratio), own.advantage * later * here, 1 - LOW, 1 + HIGH, 1e30)
+    return value, here * (slope.sum() / max(1, here.sum()))
 
 
 def bapo(batch: list[Trajectory]) -> list[Terms]:
@@ -293,6 +342,19 @@ def clip_cov(batch: list[Trajectory]) -> list[Terms]:
     return found
 
 
+def entropy_target(batch: list[Trajectory]) -> list[Terms]:
+    """arXiv 2510.08141 by its code (DCPO), target 0.5, at most 0.1; a trajectory is good if A > 0.05 somewhere."""
+    once = {place: h for own in batch for place, h in zip(own.places, own.entropy, strict=True)}
+    share = np.mean([bool((own.advantage > 0.05).any()) for own in batch])
+    pull = min(abs(0.5 - np.mean(list(once.values()))), 0.1) / share if share else 0.0
+    a = pull / (1 + pull)
+    found = []
+    for own in batch:
+        tempered = (own.advantage > 0.05) * np.exp(own.tempered - own.old)
+        found.append(clipped(own.ratio, (1 - a) * own.advantage + a * tempered, 1 - LOW, 1 + HIGH, DUAL))
+    return found
+
+
 def hapo(batch: list[Trajectory]) -> list[Terms]:
     """arXiv 2509.16591, eq. 5, 6 and 10 to 13, pivot 0.8."""
     logs = [np.log(np.maximum(own.entropy, 1e-8)) for own in batch]
@@ -320,6 +382,7 @@ LOSSES: dict[str, LossReference] = {
     "bapo": bapo,
     "cispo": each(cispo),
     "clip_cov": clip_cov,
+    "entropy_target": entropy_target,
     "epo": each(epo),
     "gspo": each(gspo),
     "hapo": hapo,
@@ -328,7 +391,9 @@ LOSSES: dict[str, LossReference] = {
     "mdpo": each(mdpo),
     "minirl": each(minirl),
     "mix_ppg": each(mix_ppg),
+    "opmd": each(opmd),
     "ppo": each(ppo),
+    "seeupo": each(seeupo),
 }
 """Name -> (values, slopes) of every trajectory."""
 

@@ -21,8 +21,9 @@ from arpo_megatron.algorithms.branching import (
 from arpo_megatron.algorithms.branching.aepo import AepoPolicy
 from arpo_megatron.algorithms.branching.aepo_released import AepoReleasedPolicy
 from arpo_megatron.algorithms.branching.base import Probe, initial_budgets, split_budget
+from arpo_megatron.algorithms.branching.random_forks import arpo_chance, at_rate, rate_of_step
 from arpo_megatron.config import AlgorithmConfig
-from arpo_megatron.tree import Float32Array
+from arpo_megatron.tree import Float32Array, Role, RolloutTree
 
 CONFIG = AlgorithmConfig(
     group_size=16, initial_rollouts=8, beam_size=2, branch_probability=0.5, entropy_weight=0.2, entropy_tokens=4
@@ -128,7 +129,7 @@ def test_branch_policies_are_built_by_name() -> None:
     assert make_branch_policy(CONFIG, vocabulary_size=9, seed=0) == ArpoPolicy(CONFIG, 9, 0)
     grpo = make_branch_policy(replace(CONFIG, branching="grpo"), vocabulary_size=9, seed=0)
     assert grpo == GrpoPolicy(16)
-    assert make_branch_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 2)
+    assert make_branch_policy(named("random"), vocabulary_size=9, seed=2) == RandomPolicy(named("random"), 9, 2)
     released = make_branch_policy(named("arpo_released"), vocabulary_size=9, seed=2)
     assert released == ArpoReleasedPolicy(named("arpo_released"), 9, 2)
     assert (grpo.initial, grpo.total, grpo.measured_tokens) == (16, 16, 0)
@@ -177,14 +178,14 @@ def test_arpo_released_is_one_round_late_and_does_not_extrapolate() -> None:
 
 def test_random_policy_forks_like_arpo_without_entropy() -> None:
     arpo = ArpoPolicy(replace(CONFIG, entropy_weight=0.0), vocabulary_size=1000, seed=3)
-    control = RandomPolicy(named("random"), seed=3)
+    control = RandomPolicy(named("random"), vocabulary_size=1000, seed=3)
     forks = 0
     for step in range(200):
         asked = point(array(1), array(9), step=step)
         with_entropy, without = arpo.decide(asked), control.decide(asked)
         assert with_entropy.siblings == without.siblings
         assert with_entropy.record.draw == without.record.draw
-        assert (without.record.dH, without.record.probability) == (0.0, 0.5)
+        assert (without.record.dH, without.record.probability) == (with_entropy.record.dH, 0.5)
         forks += without.siblings
     assert 70 < forks < 130
 
@@ -195,6 +196,32 @@ def test_random_policy_forks_at_the_rate_of_another_run() -> None:
     decisions = [policy.decide(point(array(1), array(9), step=step)) for step in range(400)]
     assert {each.record.probability for each in decisions} == {0.2}
     assert 50 < sum(each.siblings for each in decisions) < 110
+
+
+@pytest.mark.parametrize("threshold", [None, 0.6])
+def test_matched_rate_is_the_share_of_forks_that_arpo_would_want(threshold: float | None) -> None:
+    config = named("random", entropy_weight=2.0, threshold=threshold)
+    arpo = ArpoPolicy(config, vocabulary_size=1000, seed=3)
+    random_arm = make_branch_policy(config, vocabulary_size=1000, seed=3)
+    rng, wanted, trees = np.random.default_rng(5), 0.0, []
+    for step in range(20):
+        tree, tool = RolloutTree("task", [1]), 0
+        for _ in range(step % 3 + 1):
+            asked = point(rng.exponential(1, 4).astype(np.float32), rng.exponential(1, 4).astype(np.float32), step=step)
+            record = arpo.decide(asked).record
+            wanted += record.probability if threshold is None else record.probability > threshold
+            branch = random_arm.decide(asked).record
+            assert branch.probability == config.branch_probability, "the rate of the first step"
+            tool = tree.add(tool, Role.TOOL, [2])
+            tool = tree.add(tool, Role.MODEL, [3], branch=branch)
+        trees.append(tree)
+    assert arpo_chance(trees, config) == pytest.approx(wanted / sum(step % 3 + 1 for step in range(20)))
+    assert arpo_chance([RolloutTree("task", [1])], config) is None
+    assert make_branch_policy(at_rate(config, 0.3), vocabulary_size=9, seed=0).decide(asked).record.probability == 0.3
+
+
+def test_rate_of_a_step_is_that_of_the_last_step_with_fork_points() -> None:
+    assert [rate_of_step([0.2, None, 0.4], step) for step in range(4)] == [None, 0.2, 0.2, 0.4]
 
 
 def test_released_code_draws_for_every_copy() -> None:

@@ -1,6 +1,7 @@
 """Every built-in advantage and loss equals the float64 reference (reference.py), which imports nothing of ours."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from arpo_megatron.algorithms.base import Group, LossBatch, TokenScaling
+from arpo_megatron.algorithms.base import Counterfactual, Group, LossBatch, TokenScaling
+from arpo_megatron.algorithms.losses.seeupo import SeeUpo
 from arpo_megatron.registry import BUILTIN, ExtensionPoint, load
 from arpo_megatron.tree import Role, RolloutTree
 from tests.algorithms import flat, reference
@@ -34,6 +36,7 @@ def flattened(
 ) -> list[reference.Trajectory]:
     """Cut a tree into its trajectories; `values` are float64[tokens] in segment-index order."""
     found = []
+    paths = [flat.places(tree, leaf).tolist() for leaf in tree.leaves()]
     for row, leaf in enumerate(tree.leaves()):
         turns, states, state, writing = list[int](), list[bytes](), b"", False
         for segment in (tree.segments[index] for index in tree.path(leaf)):
@@ -46,6 +49,9 @@ def flattened(
                 turns += [len(states) - 1] * len(segment)
         spots = flat.places(tree, leaf)
         columns = {name: value[spots] for name, value in values.items()}
+        columns["places"] = spots
+        columns["gains"] = np.full(len(states), np.nan)
+        columns["holders"] = np.array([sum(spot in path for path in paths) for spot in spots], int)
         found.append(
             reference.Trajectory(
                 float(rewards[row]), np.array(turns, int), states, weight=0.0, factor=float(factors[row]), **columns
@@ -80,17 +86,67 @@ def test_advantages_are_those_of_the_reference(name: str, forest: list[RolloutTr
         flattened(
             group.tree,
             group.rewards,
-            {"new": sampled, "old": sampled, "sampling": sampled, "entropy": entropy, "advantage": 0 * sampled},
+            dict.fromkeys(("new", "old", "sampling", "tempered"), sampled)
+            | {"entropy": entropy, "advantage": 0 * sampled},
             np.ones(len(group.rewards)),
         )
         for group, (_, sampled), entropy in zip(groups, known, entropies, strict=True)
     ]
-    for number, (group, found) in enumerate(zip(groups, estimator(groups), strict=True)):
+    if isinstance(estimator, Counterfactual):
+        contexts = estimator.contexts(groups, [7, 8])
+        logprobs = [rng.normal(-1, 1, context.unique_tokens) for context in contexts]
+        for rows, group, context, logs in zip(trajectories, groups, contexts, logprobs, strict=True):
+            set_gains(rows, group.tree, context, logs)
+        advantages = estimator.credit(groups, contexts, logprobs)
+    else:
+        advantages = estimator(groups)
+    for number, (group, found) in enumerate(zip(groups, advantages, strict=True)):
         expected = reference.ADVANTAGES[name](trajectories)[number]
         for row, leaf in enumerate(group.tree.leaves()):
             spots = flat.places(group.tree, leaf)
             values = found[row] if found.ndim == 1 else found[row][flat.segments_of(group.tree)[spots]]
             np.testing.assert_allclose(values * factors[number][spots], expected[row], rtol=1e-9, atol=1e-9)
+
+
+def set_gains(rows: list[reference.Trajectory], tree: RolloutTree, context: RolloutTree, logs: np.ndarray) -> None:
+    """Set the gains of all turns, given log-probs of the context tree.
+
+    It has the segments of the tree, then for each tool result after a MODEL segment an empty result and copies of the
+    MODEL segments that followed.
+    """
+    segments = tree.segments
+    followers = [
+        [n for n, own in enumerate(segments) if own.parent == result and own.role is Role.MODEL and len(own)]
+        for result, segment in enumerate(segments)
+        if segment.role is Role.TOOL and segments[segment.parent].role is Role.MODEL
+    ]
+    ends = np.cumsum([len(segment) for segment in context.segments])
+    means, place = {}, len(segments)
+    for copied in filter(None, followers):
+        assert context.segments[place].token_ids.tolist() == [7, 8]
+        assert context.segments[place].parent == segments[segments[copied[0]].parent].parent
+        for number in copied:
+            place += 1
+            assert context.segments[place].token_ids.tolist() == segments[number].token_ids.tolist()
+            count = len(segments[number])
+            means[number] = (
+                logs[ends[number] - count : ends[number]].mean() - logs[ends[place] - count : ends[place]].mean()
+            )
+        place += 1
+    assert place == len(context.segments)
+    for own, leaf in zip(rows, tree.leaves(), strict=True):
+        starts, writing = list[int](), False  # the first segment of every turn
+        pending: int | None = None
+        for number in tree.path(leaf):
+            if segments[number].role is not Role.MODEL:
+                writing, pending = False, None
+                continue
+            pending = number if pending is None else pending
+            if len(segments[number]) and not writing:
+                starts.append(pending)
+                writing = True
+        for turn, following in enumerate(starts[1:]):
+            own.gains[turn] = means.get(following, np.nan)
 
 
 def token_factors(estimator: object, groups: list[Group], entropies: list[np.ndarray]) -> list[np.ndarray]:
@@ -105,7 +161,27 @@ def token_factors(estimator: object, groups: list[Group], entropies: list[np.nda
 @given(case=flat.cases())
 @settings(max_examples=60)
 def test_losses_and_gradients_are_those_of_the_reference(name: str, case: flat.Case) -> None:
-    """Credits are float32, so the comparison allows their rounding."""
+    # GSPO's mean is over sequences, whatever the aggregation.
+    aggregation = "sequence-mean" if name == "gspo" else case.aggregation
+    component = load(ExtensionPoint.LOSS, name)
+    fields = component.__dataclass_fields__
+    loss = component(**{key: own for key, own in BOUNDS.items() if key in fields})
+    assert_terms(case, loss, reference.LOSSES[name], aggregation)
+
+
+@pytest.mark.parametrize("back", [1, 2])
+@given(case=flat.cases())
+@settings(max_examples=60)
+def test_seeupo_corrects_earlier_turns_for_the_updates_of_later_ones(back: int, case: flat.Case) -> None:
+    gaps = [new - old for new, old in zip(case.batch.logprobs, case.batch.old_logprobs, strict=True)]
+    assume(all(np.abs(np.nan_to_num(gap)).max(initial=0.0) < 4 for gap in gaps))  # the product is bounded, too
+    case = replace(case, batch=replace(case.batch, turn=back))
+    terms = reference.each(lambda own: reference.seeupo(own, back))
+    assert_terms(case, SeeUpo(reference.LOW, reference.HIGH), terms, case.aggregation)
+
+
+def assert_terms(case: flat.Case, loss: object, terms: reference.LossReference, aggregation: str) -> None:
+    """Compare value and gradient. Credits are float32, so the comparison allows their rounding."""
     batch = case.batch
     gaps = [new - old for new, old in zip(batch.logprobs, batch.old_logprobs, strict=True)]
     assume(all(np.abs(np.nan_to_num(gap)).max(initial=0.0) < 19 for gap in gaps))  # beyond it the ratio is bounded
@@ -116,27 +192,24 @@ def test_losses_and_gradients_are_those_of_the_reference(name: str, case: flat.C
             "old": batch.old_logprobs[number],
             "sampling": batch.sampling_logprobs[number],
             "entropy": batch.entropies[number],
+            "tempered": batch.tempered_logprobs[number],
             "advantage": np.zeros(tree.unique_tokens),
         }
         rows = flattened(tree, np.zeros(len(tree.leaves())), columns, batch.trajectory_weights[number])
         for row, (own, leaf) in enumerate(zip(rows, tree.leaves(), strict=True)):
             spots = flat.places(tree, leaf)
             own.advantage = flat.advantage_at(batch, number, row, spots)
+            own.places = own.places + 10**6 * number
             trajectories.append(own)
             owners.append((number, spots))
     assume(any(len(own.new) for own in trajectories))
-    # GSPO's mean is over sequences, whatever the aggregation.
-    trajectories = reference.weighted(trajectories, "sequence-mean" if name == "gspo" else case.aggregation)
-    loss, slopes = 0.0, [np.zeros(tree.unique_tokens) for tree in batch.trees]
-    for own, (number, spots), (value, slope) in zip(
-        trajectories, owners, reference.LOSSES[name](trajectories), strict=True
-    ):
-        loss -= own.weight * float(value.sum())
+    trajectories = reference.weighted(trajectories, aggregation)
+    total, slopes = 0.0, [np.zeros(tree.unique_tokens) for tree in batch.trees]
+    for own, (number, spots), (value, slope) in zip(trajectories, owners, terms(trajectories), strict=True):
+        total -= own.weight * float(value.sum())
         np.add.at(slopes[number], spots, -own.weight * slope)
-    component = load(ExtensionPoint.LOSS, name)
-    fields = component.__dataclass_fields__
-    found, gradients = flat.tree_loss(case, component(**{key: own for key, own in BOUNDS.items() if key in fields}))
-    assert found == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    found, gradients = flat.tree_loss(case, loss)
+    assert found == pytest.approx(total, rel=1e-5, abs=1e-5)
     for gradient, slope in zip(gradients, slopes, strict=True):
         size = max(1.0, float(np.abs(slope).max(initial=0.0)))
         torch.testing.assert_close(gradient, torch.from_numpy(slope), rtol=1e-4, atol=1e-6 * size)

@@ -110,6 +110,22 @@ def test_fapo_asks_only_about_right_answers() -> None:
     assert [score.reward for score in found] == [1.0, 0.5, 0.0, -1.0]
 
 
+def test_verified_asks_about_details_only_if_the_requirements_are_met() -> None:
+    asked_about: list[str] = []
+
+    def rule(asked: str) -> str:
+        solution = part(asked, "solution")
+        if "meets every requirement" in asked:
+            return verdict(asked, "UNSATISFIED" if "late" in solution else "SATISFIED")
+        asked_about.append(solution)
+        return verdict(asked, "INCONSISTENT" if "made up" in solution else "CONSISTENT")
+
+    answers = [text("5"), text("5") + "late", text("5") + "made up", text("6"), "guess"]
+    found = judged({"verified": 1.0}, answers, rule)
+    assert [score.reward for score in found] == [1.0, 0.0, 0.0, 0.0, -1.0]
+    assert sorted(asked_about) == sorted([answers[0], answers[2]])
+
+
 def test_spo_asks_in_both_orders() -> None:
     def rule(asked: str) -> str:
         """Prefer the longer solution if lengths differ by more than one, else the first."""

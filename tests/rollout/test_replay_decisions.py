@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from arpo_megatron.algorithms.branching import BranchPolicy, make_branch_policy
+from arpo_megatron.algorithms.branching.random_forks import at_rate
 from arpo_megatron.cli.main import app
 from arpo_megatron.config import AlgorithmConfig, JobConfig, ModelConfig
 from arpo_megatron.config.io import save_config
@@ -274,3 +275,23 @@ def test_replay_tree_on_the_command_line(tree: RolloutTree, tmp_path: Path) -> N
         write_trees(path, 1, [scored, unrewarded], CODEC.decode)
         code, output = replay(str(path))
         assert (code, output.splitlines()[0]) == (1, f"tree 1 (task-1): {len(rewards)} rewards for 12 trajectories")
+
+
+def test_replay_tree_reads_a_matched_fork_rate_from_the_tree(
+    scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], sandbox_url: str, tmp_path: Path
+) -> None:
+    random_arm = config("random")
+    policy = make_branch_policy(at_rate(random_arm, 0.8), vocabulary_size=VOCABULARY, seed=SEED)
+    tree, _ = grown_by(policy, scripted_engine, sandbox_url)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    words = {f"word{number}": number for number in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(tokenizer / "tokenizer.json"))
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    save_config(JobConfig("test", seed=SEED, algorithm=random_arm, model=ModelConfig(path=tokenizer)), run.config)
+    path = step_file(run, 1)
+    scored = ScoredTree(Task("task-1", (), "4", "math", ""), tree, np.ones(12), np.ones(12), np.ones(12, bool))
+    write_trees(path, 1, [scored], CODEC.decode)
+    done = CliRunner().invoke(app, ["replay-tree", str(path)])
+    assert (done.exit_code, "all follow" in done.output) == (0, True), done.output

@@ -203,6 +203,10 @@ def test_plain_rows_and_mapped_columns(tmp_path: Path) -> None:
     assert answers(odd, columns=columns) == [("6*7?", "42", "math")]
     assert answers(odd, columns={**columns, "kind": "topic"}) == [("6*7?", "42", "qa")]
     assert answers(odd, columns=columns, verifier="qa") == [("6*7?", "42", "qa")]
+    steps = [{"problem": "p", "answer": "1", "hint": "a"}, {"problem": "q", "answer": "2", "work": " b\n"}]
+    mapped = {"kind": "files", "path": write_lines(tmp_path / "steps.jsonl", steps)}
+    assert [task.hint for task in read_tasks(DataConfig(**mapped)).tasks] == ["a", ""]
+    assert [task.hint for task in read_tasks(DataConfig(**mapped, columns={"hint": "work"})).tasks] == ["", "b"]
     worked = [
         {"problem": "p", "solution": "So the answer is $\\boxed{\\frac12}$."},
         {"problem": "q", "answer": "a b\n#### 7"},
@@ -272,7 +276,9 @@ def test_every_answer_of_a_list_is_right(tmp_path: Path) -> None:
 
 
 def test_tasks_on_disk_equal_those_in_memory(tmp_path: Path) -> None:
-    rows = [{"question": f"{n} + {n}? " + "x" * 50, "answer": [2 * n, f"{2 * n}.0"]} for n in range(1300)]
+    rows = [
+        {"question": f"{n} + {n}? " + "x" * 50, "answer": [2 * n, f"{2 * n}.0"], "hint": f"{n}"} for n in range(1300)
+    ]
     data = DataConfig(kind="files", path=write_lines(tmp_path / "many.jsonl", rows))
     memory, disk = read_tasks(data).tasks, read_tasks(data, limit=20_000).tasks
     assert isinstance(memory, tuple)

@@ -138,10 +138,11 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path, kind: str) -> None:
 
 def test_file_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
-    for logged, tokenizer in (("no such file", tokenizer_with(CHATML)), ("chat template", tokenizer_with(None))):
-        with pytest.raises(UserError, match=logged):
-            read_conversations(path, tokenizer, 100)
+    with pytest.raises(UserError, match="no such file"):
+        read_conversations(path, tokenizer_with(CHATML), 100)
     path.write_text("{}\n")
+    with pytest.raises(UserError, match="chat template"):
+        read_conversations(path, tokenizer_with(None), 100)
     with pytest.raises(UserError, match="none of its 1 rows"):
         read_conversations(path, tokenizer_with(CHATML), 100)
     with pytest.raises(UserError, match="are read from"):

@@ -39,12 +39,15 @@ class Rollouts:
     """Why every tree fails; "" if none does."""
     blocked: str = ""
     """The message of a blocked tool that is the reason."""
+    fork_rates: dict[str, float | bool | str | None] = field(default_factory=dict)
+    """`fork_rate` in the settings of each task's tree."""
 
     def start_trees(
         self, _purpose: str, tasks: Sequence[Task], *, step: int, version: int, settings: RolloutSettings
     ) -> None:
         self.calls.append(f"start {len(tasks)}")
         self.steps |= dict.fromkeys((task.id for task in tasks), step)
+        self._store_rates([task.id for task in tasks], settings)
         self.in_flight += tasks
 
     def resume_trees(
@@ -57,7 +60,12 @@ class Rollouts:
     ) -> None:
         self.calls.append(f"resume {' '.join(tree.task_id for _, tree in trees)}")
         self.steps |= {tree.task_id: tree.step for _, tree in trees}
+        self._store_rates([tree.task_id for _, tree in trees], settings)
         self.in_flight += [task for task, _ in trees]
+
+    def _store_rates(self, names: Sequence[str], settings: RolloutSettings) -> None:
+        assert settings.branching is not None
+        self.fork_rates |= dict.fromkeys(names, settings.branching.params.get("fork_rate"))
 
     def unfinished_trees(self, _purpose: str) -> list[UntrainedTree]:
         trees, sampled = [*self.given, *self.in_flight], (b"what it has sampled",) * self.entries_each

@@ -5,6 +5,7 @@ The rollout process is a double; `tests/e2e` uses the real one.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arpo_megatron.algorithms.branching.random_forks import at_rate, follows_arpo
 from arpo_megatron.algorithms.replay.rollout_replay import RolloutReplay
+from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.messages import (
@@ -21,6 +24,7 @@ from arpo_megatron.rollout.messages import (
 )
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.selectors.base import EpochSelector
+from arpo_megatron.tasks.selectors.hinted import HintedTasks
 from arpo_megatron.trainer.collector import TreeCollector
 from arpo_megatron.trainer.metrics import age_metrics
 from arpo_megatron.trainer.step_journal import StepJournal
@@ -131,6 +135,47 @@ def test_resumed_run_continues_restored_trees_first(collector: Start) -> None:
     assert [item.tree.task_id for item in again.collect(1)] == ["t4", "t5", "t6", "t7"]
     assert rollouts.calls == ["resume t4 t5 t6 t7", "start 4", "collect 4"]
     assert [item.id for item in rollouts.in_flight] == ["t0", "t1", "t2", "t3"]
+
+
+def test_matched_random_arm_forks_at_the_rate_of_the_step_before(collector: Start) -> None:
+    held, rollouts = collector(max_staleness=1)
+    algorithm, train = held.config.algorithm, held.config.train
+    held.config = replace(held.config, algorithm=replace(algorithm, branching="random"), train=replace(train, steps=9))
+    for chance in (0.25, None, 0.75):  # the second step measures no fork point
+        held.collect(len(held.arpo_chances))
+        held.end_step()
+        held.arpo_chances.append(chance)
+    started = {name: rollouts.steps[name] for name in rollouts.fork_rates}
+    assert {started[name]: rate for name, rate in rollouts.fork_rates.items()} == {0: None, 1: 0.25, 2: 0.25}
+
+    trees = held.unfinished()
+    again, rollouts = collector(max_staleness=1)
+    again.config, again.arpo_chances = held.config, list(held.arpo_chances)
+    again.restore(trees, [task(tree.task_id) for tree in trees])
+    again.collect(3)
+    assert {rollouts.steps[name]: rate for name, rate in rollouts.fork_rates.items()} == {2: 0.25, 3: 0.75}
+
+
+def test_resumed_run_continues_trees_with_changed_prompts(collector: Start) -> None:
+    tasks = [Task(f"t{n}", ({"role": "user", "content": "q"},), "1", "math", "q", hint="abcd") for n in range(8)]
+    held, _ = collector(lambda name: "#" in name, HintedTasks(tasks, 1))
+    held.config = replace(held.config, algorithm=replace(held.config.algorithm, drop_groups_without_signal=False))
+    held.collect(0)
+    held.end_step()
+    held.collect(1)
+    trees = held.unfinished()
+    assert all(tree.task_id.endswith("#hint1") for tree in trees)
+    again, rollouts = collector(selector=HintedTasks(tasks, 1))
+    again.restore(trees, tasks)
+    again.collect(1)
+    assert [each.prompt_text for each in rollouts.given] == ["q\nThe solution begins like this:\na"] * 4
+
+
+def test_only_a_matched_random_arm_follows_arpo() -> None:
+    free, fixed = AlgorithmConfig(branching="random"), AlgorithmConfig(branching="random", params={"fork_rate": 0.5})
+    assert [follows_arpo(each) for each in (free, fixed, AlgorithmConfig())] == [True, False, False]
+    assert at_rate(free, 0.3).params == {"fork_rate": 0.3}
+    assert (at_rate(fixed, 0.3), at_rate(free, None)) == (fixed, free)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from arpo_megatron.algorithms.branching.base import Decision, ForkingPolicy, ForkPoint, fork, uniform_draw
 from arpo_megatron.algorithms.branching.measure import entropy_rise
+from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.tree import BranchRecord
 
 
@@ -28,7 +29,7 @@ class ArpoPolicy(ForkingPolicy):
     def decide(self, point: ForkPoint) -> Decision:
         """Decide by one draw per fork point; a fork fills the beam as far as the budget allows."""
         rise = entropy_rise(point, self.config.entropy_tokens, self.vocabulary_size)
-        chance = min(1.0, max(0.0, self.config.branch_probability + self.config.entropy_weight * rise))
+        chance = fork_probability(self.config, rise)
         draw = uniform_draw(self.seed, point.step, point.task_id, point.path)
         if self.config.threshold is None:
             wanted, why = draw < chance, "draw"
@@ -36,3 +37,8 @@ class ArpoPolicy(ForkingPolicy):
             wanted, why = chance > self.config.threshold, "threshold"
         siblings, why = fork(point, self.config.beam_size, wanted=wanted, why=why)
         return Decision(siblings, BranchRecord(dH=rise, probability=chance, draw=draw, why=why))
+
+
+def fork_probability(config: AlgorithmConfig, rise: float) -> float:
+    """Return P of a fork point with dH = `rise`."""
+    return min(1.0, max(0.0, config.branch_probability + config.entropy_weight * rise))

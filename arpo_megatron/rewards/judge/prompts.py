@@ -14,6 +14,8 @@ VERSION = "1"
 """Version of all wordings below."""
 CORRECT, INCORRECT = "CORRECT", "INCORRECT"
 FLAWED, SOUND = "FLAWED", "SOUND"
+SATISFIED, UNSATISFIED = "SATISFIED", "UNSATISFIED"
+CONSISTENT, INCONSISTENT = "CONSISTENT", "INCONSISTENT"
 FIRST, SECOND, TIE = "FIRST", "SECOND", "TIE"
 
 _ANSWER_CHARACTERS = 2_000
@@ -78,6 +80,26 @@ def flaw_question(question: str, truth: str, response: str) -> JudgeQuestion:
     )
     parts = {"question": question, "reference answer": truth, "solution": _cut(response, _RESPONSE_CHARACTERS)}
     return _question(task, parts, (FLAWED, SOUND))
+
+
+def requirements_question(question: str, response: str) -> JudgeQuestion:
+    """Ask whether an answer meets everything that its question asks for: SATISFIED or UNSATISFIED."""
+    task = (
+        "Decide whether the final answer of the solution meets every requirement of the question: places, times, "
+        "numbers and conditions. It does not when a requirement is missing, broken or impossible."
+    )
+    parts = {"question": question, "solution": _cut(response, _RESPONSE_CHARACTERS)}
+    return _question(task, parts, (SATISFIED, UNSATISFIED))
+
+
+def consistency_question(question: str, response: str) -> JudgeQuestion:
+    """Ask whether the results of the tools support all details of an answer: CONSISTENT or INCONSISTENT."""
+    task = (
+        "The solution below contains calls of tools and their results. Decide whether every detail of the final answer "
+        "agrees with these results. It does not when a detail contradicts a result or appears in none of them."
+    )
+    parts = {"question": question, "solution": _cut(response, _RESPONSE_CHARACTERS)}
+    return _question(task, parts, (CONSISTENT, INCONSISTENT))
 
 
 def preference_question(question: str, first: str, second: str) -> JudgeQuestion:

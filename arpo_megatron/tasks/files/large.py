@@ -29,7 +29,9 @@ class TaskStore:
 
     def add(self, task: Task) -> None:
         self._tasks.append(task)
-        self._bytes += 2 * len(task.prompt_text) + sum(map(len, task.answers))  # the messages repeat the prompt
+        self._bytes += 2 * len(task.prompt_text) + sum(
+            map(len, (task.hint, *task.answers))
+        )  # the messages repeat the prompt
         if self._file is None and self._bytes > self._limit:
             self._file = _TaskFile()
         while self._file is not None and len(self._tasks) >= _BATCH:
@@ -55,7 +57,7 @@ class _TaskFile:
         self._schema = pyarrow.schema(
             [
                 *(("id", text), ("messages", messages), ("ground_truth", text), ("source", text)),
-                *(("prompt_text", text), ("aliases", pyarrow.list_(text))),
+                *(("prompt_text", text), ("aliases", pyarrow.list_(text)), ("hint", text)),
             ]
         )
         self._file = tempfile.TemporaryFile(prefix="arpo-tasks-")  # noqa: SIM115  (mapped until the process ends)

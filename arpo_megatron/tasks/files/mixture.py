@@ -127,6 +127,14 @@ class MixtureSelector:
         """Pass the result to the selector of the task's data set."""
         self._selectors[self._owner[task_id]].record_result(task_id, accuracies)
 
+    def variant(self, task_id: str) -> Task:
+        """Return a drawn task with a changed prompt; KeyError for an unknown id."""
+        selector = self._selectors[self._owner[task_id]]
+        if not hasattr(selector, "variant"):
+            raise KeyError(task_id)
+        task: Task = selector.variant(task_id)
+        return task
+
     def metrics(self) -> Mapping[str, float]:
         """Return the draws of each data set so far, and the metrics of its selector."""
         found = {f"selector/drawn_{part}": float(drawn) for part, drawn in enumerate(self._drawn)}

@@ -114,11 +114,10 @@ def _rows(data: DataConfig, path: Path) -> Iterator[FileRow]:
 
 
 def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer | None) -> Task:
-    messages, answers, kind = Columns({str(name): column for name, column in data.columns.items()}, data.verifier).read(
-        row.value()
-    )
-    text = chat_text(messages, tokenizer)
-    if _SURROGATE.search("".join((text, *answers))):
+    columns, value = Columns({str(name): column for name, column in data.columns.items()}, data.verifier), row.value()
+    messages, answers, kind = columns.read(value)
+    text, hint = chat_text(messages, tokenizer), columns.hint(value)
+    if _SURROGATE.search("".join((text, hint, *answers))):
         raise BadRowError("half of a surrogate pair, which is no character")
     if tokenizer is not None and len(text.encode()) > data.max_prompt_tokens:  # no token is shorter than a byte
         length = len(tokenizer.encode(text, add_special_tokens=False))
@@ -126,4 +125,4 @@ def _task(data: DataConfig, task_id: str, row: FileRow, tokenizer: ChatTokenizer
             raise BadRowError(
                 f"the prompt has {length} tokens, more than data.max_prompt_tokens={data.max_prompt_tokens}"
             )
-    return Task(task_id, messages, answers[0], kind, text, answers[1:])
+    return Task(task_id, messages, answers[0], kind, text, answers[1:], hint)

@@ -17,7 +17,8 @@ from arpo_megatron.utils.table_reader import BadRowError
 QUESTION = ("prompt", "messages", "question", "problem", "Question", "query")
 ANSWER = ("golden_answers", "reward_model.ground_truth", "answer", "ground_truth", "Answer", "solution")
 KIND = ("ability", "data_source")
-COLUMNS = ("question", "answer", "kind")
+HINT = ("hint", "solution_hint")
+COLUMNS = ("question", "answer", "kind", "hint")
 """Names that `data.columns` maps to a column of the file."""
 _MATHEMATICS = re.compile(r"math|gsm8k|aime", re.IGNORECASE)
 _NUMBER = r"[-+\u2212]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -45,6 +46,14 @@ class Columns:
         messages = _messages(self._value(row, "question", QUESTION))
         answers = _answers(self._value(row, "answer", ANSWER))
         return messages, answers, self._kind(row, answers)
+
+    def hint(self, row: Mapping[str, Any]) -> str:
+        """Return the worked solution of a row; "" if it has none. Raises BadRowError if it is no text."""
+        named = self.names.get("hint")
+        found = next((value for name in ((named,) if named else HINT) if (value := _get(row, name)) is not None), "")
+        if not isinstance(found, str):
+            raise BadRowError("the hint is no text")
+        return found.strip()
 
     def _value(self, row: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Any:
         tried = (self.names[name],) if name in self.names else known

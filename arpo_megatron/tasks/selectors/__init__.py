@@ -1,4 +1,4 @@
 """Task selectors, one file per method; `registry.BUILTIN` lists their names.
 
-May import `tasks.base`, `tasks.files`, `registry`, `config` and `errors`.
+May import `tasks.base`, `tasks.files`, `tasks.system_prompts`, `registry`, `config` and `errors`.
 """

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
@@ -43,6 +43,14 @@ class TaskSelector(Protocol):
         """Restore a `state_dict`. Raises UserError for that of another selector."""
 
 
+@runtime_checkable
+class VariesTasks(Protocol):
+    """Implemented by task selectors that draw tasks with changed prompts and ids of their own."""
+
+    def variant(self, task_id: str) -> Task:
+        """Return the drawn task with this id, for a resumed run; KeyError for an unknown id."""
+
+
 def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
     """Build the selector that `algorithm.selector` names, for a mixture one per data set. Raises UserError."""
     if isinstance(tasks, MixedTasks):
@@ -73,6 +81,13 @@ class EpochSelector:
 
     def __post_init__(self) -> None:
         self._order = self._shuffled(0)
+
+    def number_of(self, task_id: str) -> int:
+        """Return the place of a task in `tasks`; KeyError for an unknown one."""
+        number = self._index_of(task_id)
+        if number is None:
+            raise KeyError(task_id)
+        return number
 
     def _index_of(self, task_id: str) -> int | None:
         if not self._numbers:  # read once: the tasks may be on disk

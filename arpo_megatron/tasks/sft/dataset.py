@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from arpo_megatron.errors import UserError
 from arpo_megatron.tasks.base import BadRow
 from arpo_megatron.tasks.sft.chat_template import ChatEncoder, path_tree
+from arpo_megatron.tasks.sft.reflections import has_tokens, tokens_tree
 from arpo_megatron.tasks.sft.rows import check_row, conversation_rows
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.utils.table_reader import BadRowError
@@ -72,14 +73,17 @@ def read_conversations(
     Raises:
         UserError: the file or the chat template is missing, or no row is usable.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(f"sft.data={path} needs a tokenizer with a chat template: give model.path=DIR of a chat model")
+    without_template = getattr(tokenizer, "chat_template", None) is None
     encoder = ChatEncoder(tokenizer)
     trees: list[RolloutTree] = []
     bad_rows: list[BadRow] = []
     for row in conversation_rows(path):
         if row.number and row.number % LOG_EVERY_ROWS == 0:
             log(f"{row.number} conversations read, {len(bad_rows)} of them bad rows")
+        if without_template and not has_tokens(row.value()):
+            raise UserError(
+                f"sft.data={path} needs a tokenizer with a chat template: give model.path=DIR of a chat model"
+            )
         try:
             tree = conversation_tree(row.value(), encoder, max_tokens, f"row-{row.number}")
             _check_vocabulary(tree, vocabulary)
@@ -116,10 +120,12 @@ def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
 def conversation_tree(row: Any, encoder: ChatEncoder, max_tokens: int, name: str = "conversation") -> RolloutTree:
     """Return one row as a path: PROMPT, then MODEL segments with TOOL segments (any context) between them.
 
+    A row with "tokens" has the path itself (`reflections.tokens_tree`).
+
     Raises:
         BadRowError: the row cannot be used; the message is the reason.
     """
-    tree = path_tree(name, encoder.encode(check_row(row)))
+    tree = tokens_tree(row, name) if has_tokens(row) else path_tree(name, encoder.encode(check_row(row)))
     if tree.unique_tokens > max_tokens:
         raise BadRowError(f"{tree.unique_tokens} tokens, more than {max_tokens}")
     return tree
