@@ -24,8 +24,8 @@ class InformationGain:
     A_i is that of `GroupNormalised`. g is the gain of a turn: the mean over the tokens of the next MODEL segment of
     log p(token | context) - log p(token | context with an empty tool result). It measures how much the result moved
     the next action. The last turn of a trajectory has no gain, and keeps A_i. Mean and biased std of g are over all
-    turns of all trajectories of the group. gate = information_scale / (information_scale + std(r)), with the unbiased std of
-    the rewards: the gain counts fully in groups without spread, and less where the outcome itself separates
+    turns of all trajectories of the group. gate = information_scale / (information_scale + std(r)), with the unbiased
+    std of the rewards: the gain counts fully in groups without spread, and less where the outcome itself separates
     trajectories. The counterfactual is a further branch of the tree, so its prefix is computed once; all of them cost
     one pass.
     """
