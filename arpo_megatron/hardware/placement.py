@@ -119,6 +119,8 @@ def check_machine(config: JobConfig) -> None:
         raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
+    if config.engine.quantization == "fp8":  # for older GPUs SGLang rearranges the weights that a push replaces
+        _check_capability("engine.quantization=fp8", (8, 9))
 
 
 def _check_fp8(recipe: str) -> None:
@@ -126,16 +128,19 @@ def _check_fp8(recipe: str) -> None:
         raise UserError(f"model.fp8={recipe} needs Transformer Engine: {INSTALL_EXTENSION}")
     import torch
 
-    needed = (9, 0) if recipe == "blockwise" else (8, 9)
-    found = torch.cuda.get_device_capability()
-    if found < needed:
-        raise UserError(
-            f"model.fp8={recipe} needs compute capability {'.'.join(map(str, needed))}, but this GPU has "
-            f"{'.'.join(map(str, found))}"
-        )
+    _check_capability(f"model.fp8={recipe}", (9, 0) if recipe == "blockwise" else (8, 9))
     cuda = torch.version.cuda or "0"
     if recipe == "blockwise" and tuple(map(int, cuda.split(".")[:2])) < BLOCKWISE_CUDA:
         raise UserError(
             f"model.fp8=blockwise needs a torch for CUDA {'.'.join(map(str, BLOCKWISE_CUDA))} or newer, but this is "
             f"one for {cuda}; model.fp8=current needs none"
+        )
+
+
+def _check_capability(key: str, needed: tuple[int, int]) -> None:
+    import torch
+
+    if (found := torch.cuda.get_device_capability()) < needed:
+        raise UserError(
+            f"{key} needs compute capability {'.'.join(map(str, needed))}, but this GPU has {'.'.join(map(str, found))}"
         )

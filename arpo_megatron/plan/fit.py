@@ -207,6 +207,11 @@ def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unf
         return conflict(str(error))
     if config.model.fp8 != "none" and not hardware.fp8:
         return conflict(f"model.fp8={config.model.fp8}: {hardware.name} has no FP8 products")
+    if config.engine.quantization == "fp8" and not config.sft_only and not hardware.fp8:
+        return conflict(
+            f"engine.quantization=fp8: {hardware.name} has no FP8 products, and SGLang would rearrange the weights, "
+            "which a push replaces"
+        )
     return None if config.sft_only else _engines_impossible(config, spec, hardware)
 
 

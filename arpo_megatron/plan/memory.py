@@ -137,7 +137,7 @@ def _training(config: JobConfig, spec: ModelSpec, largest: Workload, stage: int)
         parts["activations"] += spec.layers // parallel.pipeline * inherited * 2 * w.keys * (value + 4)
     parts["working"] = _layer_working(config, spec, Tokens(pack, keys), w, fp8=fp8)
     if last:
-        parts["logits"] = logits_bytes(spec, parallel, targets, value)
+        parts["logits"] = logits_bytes(spec, parallel, targets, value, fp32=config.model.fp32_head)
     return parts
 
 
@@ -175,15 +175,17 @@ def _layer_working(config: JobConfig, spec: ModelSpec, tokens: Tokens, w: Widths
     return again + gradients
 
 
-def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, value: int) -> float:
+def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, targets: float, value: int, *, fp32: bool = False) -> float:
     """Return the bytes of a chunk of logits and of the head's weight gradient in the backward pass (actor/logprobs.py).
 
-    The gradient of the logits overwrites them. The weight's gradient exists in float32, and as the result in the
-    parameters' type; in float32 as a chunk's part instead, because only TE's product adds in place.
+    The gradient of the logits overwrites them. If they are in float32 (`fp32`) and the parameters in bfloat16, it is
+    then copied to the parameters' type. The weight's gradient exists in float32, and as the result in the parameters'
+    type; in float32 as a chunk's part instead, because only TE's product adds in place.
     """
     rows = spec.vocabulary // parallel.tensor
     chunk = min(float(LOGITS), targets * rows)
-    return chunk * value + rows * spec.hidden * (4 + value)
+    logit = 4 + value if fp32 and value < 4 else value
+    return chunk * logit + rows * spec.hidden * (4 + value)
 
 
 def _push_buckets(config: JobConfig) -> float:

@@ -313,8 +313,8 @@ def push_seconds(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> floa
 
 def push_traffic(config: JobConfig, spec: ModelSpec) -> float:
     """Return the bytes of a push through the busiest GPU: it receives a shard, or sends its part of all shards."""
-    size = whole_model(spec).total * value_bytes(config)
-    return max(size / config.engine.tensor, size * config.engine.replicas / config.parallel.world_size)
+    shard = engine_weights(config, spec)  # FP8 engines receive FP8
+    return max(shard, shard * config.engine.tensor * config.engine.replicas / config.parallel.world_size)
 
 
 def push_is_near(config: JobConfig, hardware: Hardware) -> bool:

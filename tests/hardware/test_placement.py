@@ -94,6 +94,16 @@ def test_blockwise_needs_products_of_cuda_12_9(monkeypatch: pytest.MonkeyPatch) 
         placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=blockwise"]))
 
 
+def test_fp8_engines_need_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = resolve.resolve("quickstart", overrides=["engine.quantization=fp8", "model.dtype=bfloat16"])
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    placement.check_machine(wanted)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match=r"quantization=fp8 needs compute capability 8\.9, but this GPU has 8\.0"):
+        placement.check_machine(wanted)
+
+
 def test_gpu_engine_captures_its_largest_batch_and_caches_single_tokens() -> None:
     options = engine_options(EngineConfig(max_running_requests=48), Placement.of(job(), 2), "bfloat16")
     assert (options["device"], options["dtype"]) == ("cuda", "bfloat16")

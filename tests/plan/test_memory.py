@@ -18,9 +18,12 @@ from transformers import (
 )
 
 from arpo_megatron.actor.logprobs import CUDA_CHUNK_ELEMENTS
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.plan.memory import LOGITS
+from arpo_megatron.plan import GPUS, plan
+from arpo_megatron.plan.memory import LOGITS, logits_bytes
 from arpo_megatron.plan.parameters import whole_model
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
@@ -103,3 +106,15 @@ def test_activation_memory_matches_measurement(measured: dict[str, list[dict[str
 
 def test_constants_match_the_trainer() -> None:
     assert LOGITS == CUDA_CHUNK_ELEMENTS
+
+
+def test_logits_in_float32_and_their_gradient_in_bfloat16_are_planned() -> None:
+    spec, one = KNOWN_MODELS["Qwen/Qwen3-14B"], ParallelConfig()
+    usual, fp32 = (logits_bytes(spec, one, 1e9, 2, fp32=wide) for wide in (False, True))
+    assert fp32 - usual == 4 * LOGITS
+    assert logits_bytes(spec, one, 1e9, 4, fp32=True) == logits_bytes(spec, one, 1e9, 4)
+    plans = [
+        plan(resolve.resolve("deepsearch_14b", overrides=[f"model.fp32_head={on}"]), GPUS["h100-80"])
+        for on in ("false", "true")
+    ]
+    assert plans[1].memory.training["logits"] > plans[0].memory.training["logits"]

@@ -33,6 +33,7 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         found = plan(resolve.resolve(f"{recipe}+{variant}"), hardware)
         assert found.fits, (variant, found.reason)
         assert not found.warnings, variant
+        assert found.step_seconds.get("weight_push", 0) <= 5, variant
         if variant.endswith(("node", "nodes")):
             assert f"{found.nodes}node" == variant.removesuffix("s")
             assert found.layout and found.layout.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
@@ -53,6 +54,7 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         ("deepsearch_14b", ["parallel.pipeline=16", "parallel.tensor=1", "parallel.sequence=false",
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
+        ("reasoning_4b+a100+fp8_engine", [], "a100-80", "no FP8 products, and SGLang would"),
         ("moe_30b_a3b+fp8_engine", ["engine.expert=1"], "h100-80", "engine.expert=4 divides no expert"),
         ("deepsearch_32b+8nodes", [], "h100-80", "unknown variant"),
         ("moe_30b_a3b", ["parallel.expert=3", "parallel.data=6"], "h100-80", "experts (128) cannot be divided"),
@@ -191,6 +193,14 @@ def test_planned_push_takes_seconds_and_does_not_grow_with_nodes(recipe: str) ->
     seconds = [plan(job, H100).step_seconds["weight_push"] for job in jobs]
     assert max(seconds) <= 1.5
     assert seconds == pytest.approx([seconds[0]] * 3)
+
+
+def test_push_to_fp8_engines_takes_about_half_the_time() -> None:
+    one, fp8 = (
+        plan(resolve.resolve(f"deepsearch_14b+4nodes{more}"), H100).step_seconds["weight_push"] - 1
+        for more in ("", "+fp8_engine")
+    )
+    assert 0.5 < fp8 / one < 0.6
 
 
 def test_push_holds_two_buckets() -> None:
