@@ -1,9 +1,9 @@
-"""Pushes from a trainer of TP2 x PP2 to an engine of TP2, for `arpo bench sync`.
+"""Pushes from trainers of four ranks to an engine of TP2, for `arpo bench sync`.
 
-Per transport that reshards: the bytes that an engine rank receives over the bytes that it holds, the largest buffer of
-any process over a bucket, and the seconds of pushes. For `network` the bare exchange is measured too: the messages of
-the same plan between the same number of processes, from and to memory that is there already. Probe and checksums are
-part of neither.
+Per layout of the trainer and transport that reshards: the bytes that an engine rank receives over the bytes that it
+holds, the largest buffer of any process over a bucket, and the seconds of pushes. For `network` the bare exchange is
+measured too: the messages of the same plan between the same number of processes, from and to memory that is there
+already. Probe and checksums are part of neither.
 """
 
 import json
@@ -24,14 +24,19 @@ from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import ParallelConfig, SyncConfig
 from arpo_megatron.utils.stores import listen
 
-LAYOUT = ParallelConfig(tensor=2, pipeline=2, sequence=True)
+LAYOUTS = {
+    "TP2 x PP2": ParallelConfig(tensor=2, pipeline=2, sequence=True),
+    "TP4": ParallelConfig(tensor=4, sequence=True),
+    "TP2 x DP2": ParallelConfig(tensor=2, data=2, sequence=True),
+    "PP2 x DP2": ParallelConfig(pipeline=2, data=2),
+}
 ENGINE_RANKS = 2
 KINDS = ("network", "ipc")
 _TIMEOUT = timedelta(seconds=300)
 
 
 def bench_resharding(root: Path, bucket_mib: int, repeats: int) -> dict[str, Any]:
-    """Measure pushes of the model in `root`/model, and return figures by transport.
+    """Measure pushes of the model in `root`/model, and return figures by layout and transport.
 
     Raises:
         UserError: a rank or the engine failed.
@@ -42,16 +47,18 @@ def bench_resharding(root: Path, bucket_mib: int, repeats: int) -> dict[str, Any
     from arpo_megatron.engine.launch import launch_engine
 
     sizes = replace(SIZES, tensor=ENGINE_RANKS)
+    figures: dict[str, Any] = {}
     with launch_engine(root / "model", sizes, dtype="float32", seed=1, log_path=root / "engine.log") as engine:
-        settings = {"url": engine.url, "bucket_mib": bucket_mib, "repeats": repeats}
-        (root / "resharding.json").write_text(json.dumps(settings))
-        run_ranks("resharding", root, LAYOUT.world_size)
-    figures: dict[str, Any] = json.loads((root / "resharding_figures.json").read_text())
+        for name, layout in LAYOUTS.items():
+            settings = {"url": engine.url, "bucket_mib": bucket_mib, "repeats": repeats, "layout": name}
+            (root / "resharding.json").write_text(json.dumps(settings))
+            run_ranks("resharding", root, layout.world_size)
+            figures[name] = json.loads((root / "resharding_figures.json").read_text())
     return figures
 
 
 def main() -> None:
-    """Run one trainer rank of the benchmark; rank 0 prints the figures as JSON."""
+    """Run one trainer rank of the benchmark; rank 0 writes the figures as JSON."""
     from arpo_megatron.actor import parallel
     from arpo_megatron.actor.model import build_chunks
     from arpo_megatron.bench.sync import DTYPE, TIMEOUT_S
@@ -64,9 +71,10 @@ def main() -> None:
     root = Path(sys.argv[1])
     settings = json.loads((root / "resharding.json").read_text())
     spec = ModelSpec.from_hf(root / "model")
-    parallel.initialize(LAYOUT, seed=1)
+    layout = LAYOUTS[settings["layout"]]
+    parallel.initialize(layout, seed=1)
     torch.set_num_threads(1)
-    chunks = build_chunks(spec, LAYOUT, DTYPE, initialize=False)
+    chunks = build_chunks(spec, layout, DTYPE, initialize=False)
     load_hf(chunks, spec, root / "model")
     bucket = SyncConfig(bucket_mib=settings["bucket_mib"]).bucket_bytes
     control = Control(parallel.group("control"))

@@ -94,16 +94,16 @@ def bench_sync(
             run_ranks("sync", root, tensor)
         transports = json.loads((root / "figures.json").read_text())
         resharding = bench_resharding(root, bucket_mib, repeats)
-    network = resharding["network"]
+    layouts = [figures for of_layout in resharding.values() for figures in of_layout.values()]
     return {
         "model_bytes": hf_bytes(spec, DTYPE.itemsize),
         "tensor": tensor,
         "bucket_bytes": bucket_mib * 2**20,
         "share_of_floor": transports["network"]["share_of_floor"],
         "share_of_floor_verified": transports["network"]["share_of_floor_verified"],
-        "bytes_over_own_shard": max(each["bytes_over_own_shard"] for each in resharding.values()),
-        "largest_buffer_over_bucket": max(each["largest_buffer_over_bucket"] for each in resharding.values()),
-        "exchange_over_push": network["exchange_over_push"],
+        "bytes_over_own_shard": max(each["bytes_over_own_shard"] for each in layouts),
+        "largest_buffer_over_bucket": max(each["largest_buffer_over_bucket"] for each in layouts),
+        "exchange_over_push": resharding["TP2 x PP2"]["network"]["exchange_over_push"],
         "transports": transports,
         "resharding": resharding,
     }

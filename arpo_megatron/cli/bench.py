@@ -107,7 +107,7 @@ def sync(
     from arpo_megatron.bench.sync import bench_sync
 
     if not json_only:
-        print(f"a model of {megabytes} MB and {repeats + 1} rounds of pushes: a minute or two", file=sys.stderr)
+        print(f"a model of {megabytes} MB and {repeats + 1} rounds of pushes: two or three minutes", file=sys.stderr)
     _answer("sync", bench_sync(megabytes, tensor, bucket_mib, repeats, directory))
 
 

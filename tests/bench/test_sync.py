@@ -5,6 +5,7 @@
 
 import pytest
 
+from arpo_megatron.bench.resharding import KINDS, LAYOUTS
 from arpo_megatron.bench.sync import TRANSPORTS, bench_sync
 
 BUCKET_MIB = 64
@@ -30,12 +31,15 @@ def test_transport_delivers_weights_within_two_buckets(tensor, tmp_path):
         for process in ("peak_extra_bytes", "engine_peak_extra_bytes"):  # trainer rank 0, and the engine
             assert found[process] <= found["two_buckets_bytes"], (name, process, found)
     assert not list(tmp_path.iterdir())
-    for kind in ("network", "ipc"):
-        found = figures["resharding"][kind]
-        assert found["bytes_over_own_shard"] == 1
-        assert found["largest_buffer_over_bucket"] <= 1
-        assert len(found["push_s"]) == 1
-    (exchange,), (push,) = figures["resharding"]["network"]["exchange_s"], figures["resharding"]["network"]["push_s"]
+    assert figures["resharding"].keys() == LAYOUTS.keys()
+    for layout in figures["resharding"].values():
+        for kind in KINDS:
+            found = layout[kind]
+            assert found["bytes_over_own_shard"] == 1
+            assert found["largest_buffer_over_bucket"] <= 1
+            assert len(found["push_s"]) == 1
+    network = figures["resharding"]["TP2 x PP2"]["network"]
+    (exchange,), (push,) = network["exchange_s"], network["push_s"]
     assert figures["exchange_over_push"] == pytest.approx(exchange / push, rel=0.05)
     assert figures["bytes_over_own_shard"] == 1
     assert figures["largest_buffer_over_bucket"] <= 1
