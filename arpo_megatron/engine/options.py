@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arpo_megatron.errors import UserError, did_you_mean
 
+_NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
 REFUSED: Mapping[str, str] = {
     "speculative": "entropies are measured for one token of a request at a time",
     "pp_size": "a weight push reaches tensor-parallel ranks only",
@@ -16,6 +17,9 @@ REFUSED: Mapping[str, str] = {
     "skip_tokenizer_init": "stop strings are searched in text",
     "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
     "stream_interval": "each request sets its own",
+    "enable_symm_mem": _NCCL,
+    "enable_nccl_nvls": _NCCL,
+    "dcp_size": _NCCL,
 }
 """Start of an option's name -> why the project's additions to the engine cannot serve it."""
 OWN_KEYS: Mapping[str, str] = {

@@ -59,8 +59,13 @@ def _scales_of(entry: Entry) -> Entry:
     )
 
 
+def slab_rows(columns: int) -> int:
+    """Return the number of rows with that many columns that are quantized at a time."""
+    return max(1, _SLAB // (BLOCK * columns)) * BLOCK
+
+
 def _slabs(weight: Tensor) -> Iterator[Tensor]:
-    return iter(weight.split(max(1, _SLAB // (BLOCK * weight.shape[1])) * BLOCK))
+    return iter(weight.split(slab_rows(weight.shape[1])))
 
 
 def _blocks(weight: Tensor) -> Tensor:

@@ -1,18 +1,19 @@
 """The parts of Hugging Face tensors that this trainer rank holds."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, inside
+from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, WeightMessage, inside, unpack
 from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.engine.wire.devices import device_name, host_name
+from arpo_megatron.engine.wire.staging import as_bytes
 from arpo_megatron.models.mapping import Entry, ShardRule
-from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, block_scales, quantized
+from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, block_scales, quantized, slab_rows
 from arpo_megatron.weights.reshard import TrainerShard, boxes_in, tensor_types
 from arpo_megatron.weights.shards import LocalParameters
 
@@ -74,6 +75,19 @@ class LocalShard:
                 return self._values(piece.name, part, box, piece.box)
         raise KeyError(f"this rank does not hold {piece.name}{list(piece.box)}")
 
+    def contiguous(self, message: WeightMessage, device: torch.device) -> Tensor | None:
+        """Return the bytes of a message on `device` if it is one piece and needs no copy there; None otherwise."""
+        if len(message.pieces) > 1 or device != self.device:
+            return None
+        view = self.view(message.pieces[0])
+        return as_bytes(view) if view.is_contiguous() else None
+
+    def pack(self, message: WeightMessage, flat: Tensor) -> None:
+        """Copy the pieces of a message to uint8[message.bytes]."""
+        for piece, target in zip(message.pieces, unpack(flat, message.pieces, self.types), strict=True):
+            for part, rows in self._slabs(piece):
+                target[rows].copy_(self.view(part))
+
     def checksum(self, name: str, sample: Sample, mine: Callable[[Box], bool]) -> int:
         """Return the sum over this rank's parts of a sample that are `mine`; sums of all ranks add up modulo 2^64."""
         whole, total = self.types[name].meta(), 0
@@ -87,6 +101,16 @@ class LocalShard:
                 piece = sample.piece_in(values, inside(whole, self.types[name].whole, rows))
                 total += 0 if piece is None else piece.checksum
         return total % 2**64
+
+    def _slabs(self, piece: BoxPart) -> Iterator[tuple[BoxPart, slice]]:
+        """Yield parts of a piece and their rows in it. Quantized parts are small: they exist next to the bucket."""
+        (first, last), *others = piece.box
+        step = last - first
+        if self.types[piece.name].torch_dtype == FP8:
+            step = slab_rows(others[0][1] - others[0][0])
+        for start in range(first, last, step):
+            stop = min(last, start + step)
+            yield replace(piece, box=((start, stop), *others)), slice(start - first, stop - first)
 
     def _values(self, name: str, part: Tensor, held: Box, box: Box) -> Tensor:
         """Return the values `box` of a tensor, from the part that has its place at `held`."""

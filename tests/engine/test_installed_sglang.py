@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from arpo_megatron.engine.server.cpu import install_stubs
 install_stubs()
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from sglang.srt import constants
+from sglang.srt import constants, server_args
+from sglang.srt.arg_groups import overrides
 from sglang.srt.entrypoints import engine
 from sglang.srt.managers import io_struct
 from sglang.srt.server_args import ServerArgs
@@ -38,12 +39,23 @@ try:
     engine._set_envs_and_config(Arguments(nnodes=1))
 except Exception as error:  # it then checks packages of GPUs
     print(type(error))
+nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+server_args.resolved_view = lambda _: SimpleNamespace(attention_backend="fa3")
+overrides.run_post_process_pass = lambda *_: None
+deterministic = {}
+for ranks in (1, 2):
+    before = dict(os.environ)
+    ServerArgs._handle_deterministic_inference(
+        Arguments(enable_deterministic_inference=True, tp_size=ranks, model_path="", device="cuda")
+    )
+    deterministic[ranks] = sorted(name for name in os.environ.keys() - before.keys() if name.startswith("NCCL_"))
 print(json.dumps({
     "options": [option for action in parser._actions for option in action.option_strings],
     "fields": {name: list(getattr(io_struct, name + "ReqInput").__struct_fields__) for name in requests},
     "memory": sorted(constants.GPU_MEMORY_ALL_TYPES),
     "cuda": list(inspect.signature(rebuild_cuda_tensor).parameters),
-    "nccl": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+    "nccl": nccl,
+    "deterministic": deterministic,
 }))
 """
 
@@ -80,9 +92,11 @@ def test_requests_of_a_push_have_their_fields(known: Any) -> None:
 
 
 def test_trainer_and_engine_agree_on_nccl(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang sets some of its variables by itself. Deterministic engines with several ranks, for which it would set
-    others, are refused."""
+    """SGLang sets some of its variables by itself; for deterministic engines it sets others only if they have several
+    ranks, and the config refuses those."""
     for name in nccl(dict(os.environ)):
         monkeypatch.delenv(name)
     assert known["nccl"] == NCCL_ENVIRONMENT
     assert nccl(trainer_environment("auto")) == nccl(process_environment("auto")) == known["nccl"]
+    assert not known["deterministic"]["1"]
+    assert "NCCL_ALGO" in known["deterministic"]["2"]

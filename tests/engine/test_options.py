@@ -22,6 +22,8 @@ def test_options_become_arguments() -> None:
         ("speculative_algorithm", "engine.options.speculative_algorithm is not possible: entropies are measured"),
         ("pp-size", "engine.options.pp-size is not possible: a weight push"),
         ("page_size", "trajectories fork at any token"),
+        ("enable-symm-mem", "is not possible: SGLang would change NCCL's settings in the engine only"),
+        ("enable_nccl_nvls", "is not possible: SGLang would change NCCL's settings in the engine only"),
         ("tp_size", "set engine.tensor instead"),
         ("enable_fp32_lm_head", "set model.fp32_head instead"),
         ("port", "the launcher sets it"),

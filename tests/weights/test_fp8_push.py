@@ -32,6 +32,7 @@ CASES = {"qwen3": (1, {}), "qwen2": (1, {"hidden_size": 512}), "qwen3moe": (2, {
 """By family: `engine.expert` and `parallel.expert`, and sizes. Half an expert is no whole block, so each rank has half
 of the experts."""
 BUCKET_BYTES = 200_000
+CPU = torch.device("cpu")
 
 
 def sglang_quantizer() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -67,6 +68,26 @@ def test_large_weights_are_quantized_in_slabs_with_the_same_result() -> None:
     halves = weight.split(2**14)
     assert torch.equal(quantized(weight).view(torch.uint8), torch.cat([quantized(x) for x in halves]).view(torch.uint8))
     assert torch.equal(block_scales(weight), torch.cat(list(map(block_scales, halves))))
+
+
+def test_quantized_weights_take_no_second_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large piece that is copied into a bucket is quantized slab by slab."""
+    weight = torch.randn(2**14 + 2**15, 256, dtype=torch.bfloat16)  # three slabs
+    box = ((0, len(weight)), (0, 256))
+    shard: Any = LocalShard(None, {"w": TensorType((len(weight), 256), "float8_e4m3fn")}, {"w": {box: weight}}, CPU)  # type: ignore[arg-type]
+    message = WeightMessage(0, 0, (BoxPart("w", 0, box, weight.numel()),))
+    made: list[int] = []
+
+    def view(shard: LocalShard, piece: BoxPart) -> Tensor:
+        values = own_view(shard, piece)
+        made.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(LocalShard, "view", view)
+    flat = torch.empty(message.bytes, dtype=torch.uint8)
+    shard.pack(message, flat)
+    assert torch.equal(flat.view(weight.shape), quantized(weight).view(torch.uint8))
+    assert made == [weight.nbytes // 6] * 3
 
 
 def test_fp8_weights_are_never_cast() -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -147,6 +148,25 @@ def test_push_fails_if_generations_outlast_the_deadline(engine: EngineHandle, tm
     assert generate(engine.url)["meta_info"]["weight_version"] == version
 
 
+def spied(patch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Note the calls of functions of torch.distributed, except those of the control group."""
+    used: list[str] = []
+
+    def spy(name: str, original: Any) -> Any:
+        def called(*arguments: Any, **named: Any) -> Any:
+            if named.get("group") is not parallel.group("control"):
+                used.append(name)
+            return original(*arguments, **named)
+
+        return called
+
+    from arpo_megatron.actor import parallel
+
+    for name in names:
+        patch.setattr(torch.distributed, name, spy(name, getattr(torch.distributed, name)))
+    return used
+
+
 FOUR = ParallelConfig(tensor=2, pipeline=2, sequence=True)
 
 
@@ -173,7 +193,10 @@ def push_sharded(url: str, directory: Path, version: int, kind: str, dies: int |
     LocalShard.view = view_until  # type: ignore[method-assign]
     settings = PushSettings(transport=kind, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]  # a literal
     sync = WeightSync(control, EngineAdmin([url], TIMEOUT_S), chunks, spec, settings)
-    report = sync.push(version)
+    with pytest.MonkeyPatch.context() as patch:
+        used = spied(patch, "all_reduce", "batch_isend_irecv")
+        report = sync.push(version)
+    assert used[0] == "all_reduce", "NCCL needs every rank in a group's first operation"
     assert len(report.verified) == len(hf_shapes(spec))
     assert sync.transport is not None
     assert sync.transport.largest_buffer <= BUCKET_BYTES

@@ -1,7 +1,7 @@
 """The published failures of weight pushes, injected one at a time into a push to a real engine of two ranks.
 
 Each is stopped at the push in which it happens, with an error that names it, and the next push repairs the engine. The
-table is in docs/guides/engines-and-weights.md.
+table is in docs/internals/weight-sync.md.
 """
 
 from collections.abc import Callable

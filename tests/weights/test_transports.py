@@ -2,17 +2,21 @@
 
 import os
 import threading
+from datetime import timedelta
 from multiprocessing.connection import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
-from arpo_megatron.engine.wire import sharing
+from arpo_megatron.engine.wire import groups, sharing
 from arpo_megatron.engine.wire.watchdog import ExchangeAbortedError, Watchdog
+from arpo_megatron.utils.stores import listen
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import probe_gap
 from arpo_megatron.weights.transports import Disk, Exchange, ipc
@@ -116,6 +120,15 @@ def test_watchdog_aborts_a_group_that_blocks(deadline_s: float, failed: Any, rea
         group.wait()
 
 
+def test_pending_work_is_aborted_before_a_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for it in the destruction, and never returns if a peer has gone."""
+    done: list[str] = []
+    group = SimpleNamespace(abort=lambda: done.append("aborted"))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda _: done.append("destroyed"))
+    groups.leave(group)
+    assert done == ["aborted", "destroyed"]
+
+
 def test_watchdog_leaves_a_group_alone_that_ends() -> None:
     group = BlockedGroup()
     with Watchdog(group.aborted.set, TIMEOUT_S, lambda: ""):
@@ -154,3 +167,42 @@ def test_probe_gap_is_the_largest_difference_and_infinite_for_nan() -> None:
     with pytest.raises(ValueError, match="cannot be compared"):
         probe_gap([-1.0], [-1.0, -2.0])
     assert probe_gap([], []) == 0.0
+
+
+def members(count: int) -> list[TCPStore]:
+    first = listen("127.0.0.1", 0, count, timedelta(seconds=TIMEOUT_S))
+    others = [TCPStore("127.0.0.1", first.port, count, is_master=False) for _ in range(count - 1)]
+    return [first, *others]
+
+
+def test_members_meet_before_the_first_operation() -> None:
+    """NCCL connects in it, and that wait cannot be aborted."""
+    stores, came = members(3), list[int]()
+
+    def come(rank: int) -> None:
+        groups.meet(stores[rank], 3, TIMEOUT_S, lambda: "")
+        came.append(rank)
+
+    waiting = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in waiting:
+        thread.start()
+    waiting[0].join(0.5)
+    assert not came
+    come(2)
+    for thread in waiting:
+        thread.join(TIMEOUT_S)
+    assert sorted(came) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "failed", "reason"),
+    [
+        (0.1, lambda: "", "1 of 2 members have not come to the exchange"),
+        (TIMEOUT_S, lambda: "an engine refuses the plan", "an engine refuses the plan"),
+    ],
+    ids=["deadline", "elsewhere"],
+)
+def test_member_that_never_comes_ends_the_meeting(deadline_s: float, failed: Any, reason: str) -> None:
+    stores = members(2)
+    with pytest.raises(RuntimeError, match=reason):
+        groups.meet(stores[0], 2, deadline_s, failed)

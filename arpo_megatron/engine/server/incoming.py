@@ -51,6 +51,7 @@ class FromGroup:
         self._parameters = parameters
         timeout, members = timedelta(seconds=link["timeout_s"]), link["members"]
         self._store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
+        self._members, self._met = members, False
         self._group = groups.join(self._store, link["name"], link["rank"], members, link["backend"], timeout)
         device = torch.device("cpu") if link["backend"] == "gloo" else parameters.device
         self._staging = Staging(device)
@@ -71,6 +72,9 @@ class FromGroup:
         def failed() -> str:
             return store.get(FAILED_KEY).decode() if store.check([FAILED_KEY]) else ""
 
+        if not self._met:
+            groups.meet(store, self._members, deadline_s, failed)
+            self._met = True
         with Watchdog(group.abort, deadline_s, failed):
             try:
                 wait_for([dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)], device)

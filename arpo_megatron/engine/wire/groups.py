@@ -1,16 +1,21 @@
 """The process group of a push, which trainer ranks and engine ranks form without being one job."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
 FAILED_KEY = "failed"
 """Key in the group's store: a member writes why the push cannot succeed, and the others stop waiting."""
+_ARRIVED, _ALL_ARRIVED = "arrived", "all arrived"
+_MEETING_POLL = timedelta(seconds=0.25)
 
 
 def join(store: Store, name: str, rank: int, members: int, backend: str, timeout: timedelta) -> Any:
@@ -22,6 +27,33 @@ def join(store: Store, name: str, rank: int, members: int, backend: str, timeout
     )
     _world.pg_group_ranks[group] = {member: member for member in range(members)}
     return group
+
+
+def meet(store: Store, members: int, deadline_s: float, failed: Callable[[], str]) -> None:
+    """Return when all members are about to use the group for the first time.
+
+    NCCL connects in the first operation, and if a member never comes to it, no abort ends that wait. So the members
+    meet in the store before.
+
+    Args:
+        store: the group's.
+        members: their number.
+        deadline_s: seconds from now.
+        failed: returns why a member will not come, or "".
+
+    Raises:
+        RuntimeError: the deadline has passed, a member has failed, or the store has gone.
+    """
+    deadline = time.monotonic() + deadline_s
+    if store.add(_ARRIVED, 1) == members:
+        store.set(_ALL_ARRIVED, "")
+    while not store.check([_ALL_ARRIVED]):
+        if reason := failed():
+            raise RuntimeError(reason)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{members - store.add(_ARRIVED, 0)} of {members} members have not come to the exchange")
+        with suppress(DistStoreError):  # the key was not set in that time
+            store.wait([_ALL_ARRIVED], _MEETING_POLL)
 
 
 def leave(group: Any) -> None:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from arpo_megatron.engine.admin import EngineAdmin
 from arpo_megatron.engine.wire import sharing
-from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
+from arpo_megatron.engine.wire.boxes import WeightMessage
 from arpo_megatron.engine.wire.groups import wait_for
-from arpo_megatron.engine.wire.staging import Staging, as_bytes
+from arpo_megatron.engine.wire.staging import Staging
 from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
@@ -67,6 +67,8 @@ class Ipc:
             for round_ in exchange.rounds
         ]
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
+        if control.ranks > 1:  # NCCL connects in the first operation, which needs every rank; a round may not
+            dist.all_reduce(torch.zeros(1, device=self._local.device))
         # The connections unpickle what they receive, so both ends prove that they know a key of this push.
         key = control.on_rank_zero(lambda: secrets.token_hex(_KEY_BYTES))
         entrances = {
@@ -133,7 +135,7 @@ class Ipc:
         """Fill buffers with this rank's own pieces, and start to exchange the others."""
         rank, bucket_holders = self._control.rank, self._bucket_holders
         leaving = [each for each in messages if each.sender == rank and bucket_holders[each.receiver] != rank]
-        direct = {each: self._contiguous(each) for each in leaving}
+        direct = {each: self._local.contiguous(each, self._local.device) for each in leaving}
         self._staging.turn(sum(each.bytes for each, view in direct.items() if view is None))
         for receiver in {each.receiver for each in messages} & self._peers.keys():
             self._peers[receiver].turn()
@@ -143,13 +145,13 @@ class Ipc:
             if place == rank:
                 flat = self._peers[message.receiver].take(message.bytes)
                 if message.sender == rank:
-                    self._pack(message, flat)
+                    self._local.pack(message, flat)
                 else:
                     ops.append(dist.P2POp(dist.irecv, flat, message.sender))
                 continue
             if (whole := direct[message]) is None:
                 whole = self._staging.take(message.bytes)
-                self._pack(message, whole)
+                self._local.pack(message, whole)
             ops.append(dist.P2POp(dist.isend, whole, place))
         return list(dist.batch_isend_irecv(ops)) if ops else []
 
@@ -163,17 +165,6 @@ class Ipc:
         if self._exchange is None:
             raise AssertionError("connect comes first")
         return self._exchange.bucket_holders
-
-    def _contiguous(self, message: WeightMessage) -> Tensor | None:
-        """Return the bytes of a message that is one contiguous part of a parameter; None otherwise."""
-        if len(message.pieces) > 1:
-            return None
-        view = self._local.view(message.pieces[0])
-        return as_bytes(view) if view.is_contiguous() else None
-
-    def _pack(self, message: WeightMessage, flat: Tensor) -> None:
-        for piece, target in zip(message.pieces, unpack(flat, message.pieces, self._local.types), strict=True):
-            target.copy_(self._local.view(piece))
 
 
 class _Peer:

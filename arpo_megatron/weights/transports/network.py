@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line, local_address
 from arpo_megatron.engine.wire import groups
-from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
+from arpo_megatron.engine.wire.boxes import WeightMessage
 from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
-from arpo_megatron.engine.wire.staging import Staging, as_bytes
+from arpo_megatron.engine.wire.staging import Staging
 from arpo_megatron.engine.wire.watchdog import Watchdog
 from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.stores import listen
@@ -44,6 +44,9 @@ class Network:
         self._rounds: list[list[WeightMessage]] = []
         self._group: Any = None
         self._store: Any = None
+        self._members = 0
+        self._met = False
+        """Whether all members have used the group."""
         self._staging = Staging(torch.device("cpu") if backend == "gloo" else local.device)
 
     @property
@@ -58,6 +61,7 @@ class Network:
         self._rounds = [[message for message in turn if message.sender == rank] for turn in exchange.rounds]
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
         members = control.ranks + len(exchange.bucket_holders)
+        self._members, self._met = members, False
         timeout = timedelta(seconds=self._admin.timeout_s)
 
         def open_store() -> dict[str, Any]:
@@ -111,6 +115,9 @@ class Network:
                 self._store.set(FAILED_KEY, reason)
             return self._store.get(FAILED_KEY).decode() if self._store.check([FAILED_KEY]) else ""
 
+        if not self._met:
+            groups.meet(self._store, self._members, self._admin.timeout_s, failed)
+            self._met = True
         with Watchdog(self._group.abort, self._admin.timeout_s, failed):
             works = [dist.all_reduce(torch.zeros(1, device=self._staging.device), group=self._group, async_op=True)]
             for messages in self._rounds:
@@ -122,20 +129,13 @@ class Network:
 
     def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
         """Start to send one round's messages; what is not contiguous is copied first."""
-        sources = [[self._local.view(piece) for piece in message.pieces] for message in messages]
-        direct = [len(views) == 1 and self._sendable(views[0]) for views in sources]
-        self._staging.turn(sum(m.bytes for m, whole in zip(messages, direct, strict=True) if not whole))
+        direct = [self._local.contiguous(message, self._staging.device) for message in messages]
+        self._staging.turn(sum(m.bytes for m, flat in zip(messages, direct, strict=True) if flat is None))
         ops = []
-        for message, views, whole in zip(messages, sources, direct, strict=True):
-            if whole:
-                flat = as_bytes(views[0])
-            else:
-                flat = self._staging.take(message.bytes)
-                for target, view in zip(unpack(flat, message.pieces, self._local.types), views, strict=True):
-                    target.copy_(view)
+        for message, whole in zip(messages, direct, strict=True):
+            flat = self._staging.take(message.bytes) if whole is None else whole
+            if whole is None:
+                self._local.pack(message, flat)
             peer = self._control.ranks + message.receiver
             ops.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=peer))
         return list(dist.batch_isend_irecv(ops)) if ops else []
-
-    def _sendable(self, view: torch.Tensor) -> bool:
-        return view.is_contiguous() and view.device == self._staging.device
