@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from arpo_megatron.cli.main import app
 from arpo_megatron.cli.trees import replay_trees
 from tests.e2e.conftest import run_demo
-from tests.e2e.jobs import ARPO, rows_of
+from tests.e2e.jobs import ARPO, rows_of, undocumented
 from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES
 
 pytestmark = pytest.mark.timeout(1600)
@@ -26,10 +26,18 @@ def demo(sft_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     run.mkdir()
     for name in ("initial_model", "sft"):
         (run / name).symlink_to(sft_run / name)
-    return run_demo(place, f"run_dir={run}", *SHORT_DEMO)
+    return run_demo(place, f"run_dir={run}", "monitor.peak_tflops=2", *SHORT_DEMO)
 
 
 SHORT_DEMO = ("sft.steps=120", "train.steps=2", "train.tasks_per_step=6", "evaluation.tasks=16", "data.held_out=40")
+FIGURES = (
+    *("loss", "loss_policy", "loss_kl", "loss_entropy", "clip_low_share", "clip_high_share", "clip_dual_share"),
+    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99"),
+    *("grad_norm", "trainer/tokens_per_s", "trainer/tflops", "trainer/mfu", "memory_peak_gb", "updates_skipped"),
+    *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
+    *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
+)
+"""Figures that every step records about its updates, packs and time."""
 
 
 def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
@@ -39,6 +47,9 @@ def test_demo_trains_exports_and_answers(demo: dict[str, Any]) -> None:
     assert not [text for text in shown if text not in demo["screen"]]
     log = (Path(demo["run_dir"]) / "logs" / "train.log").read_text()
     assert "not installed" not in log, "warnings of imports would hide the cause of a failure"
+    for row in rows_of(Path(demo["run_dir"]) / "metrics.jsonl"):
+        assert all(isinstance(row[name], int | float) for name in FIGURES) and not undocumented(row)
+        assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
 
 
 def test_trained_run_can_be_evaluated_exported_and_drawn(demo: dict[str, Any], tmp_path: Path) -> None:

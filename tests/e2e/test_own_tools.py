@@ -19,19 +19,11 @@ from tests.tools_sandbox.helpers.served import serving
 from tests.tools_sandbox.test_added_tools import SERVER
 from tools_sandbox.config import load_config
 
-pytestmark = pytest.mark.timeout(1600)  # the first test waits for the shared cold start
+pytestmark = [pytest.mark.timeout(1600), pytest.mark.slow_campaign]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "count_words_tool"
 TAGS = {"python": ("count_words", "reverse"), "search": ("search", "browse")}
 """Tags of the trained model, and those that take their place with equal probability."""
-FIGURES = (
-    *("loss", "loss_policy", "loss_kl", "loss_entropy", "clip_low_share", "clip_high_share", "clip_dual_share"),
-    *("kl_old", "kl_reference", "entropy_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99"),
-    *("grad_norm", "trainer/tokens_per_s", "trainer/tflops", "trainer/mfu", "memory_peak_gb", "updates_skipped"),
-    *(f"pack/{name}" for name in ("unique", "flat", "repeated", "padding", "imbalance")),
-    *(f"seconds/{name}" for name in ("rollout", "logprobs", "ratios", "update", "push")),
-)
-"""Figures that every step records about its updates, packs and time."""
 UNUSED = "~`^|"
 """Characters of the vocabulary that become tags."""
 SITE = "<html><body><article><p>Page %s of a local site, whose text is long enough to read.</p></article></body></html>"
@@ -98,7 +90,7 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
         overrides = [f"model.path={tmp_path / 'model'}", "sft.steps=0", "train.steps=1", *SHORT]
         # Enough trajectories for each tool: in half of the calls the closing tag is that of the twin.
         overrides += ["train.tasks_per_step=12", "evaluation.after=true", "evaluation.tasks=4"]
-        overrides += ["rollout.at_limit=answer_now", *TWO_RANKS, "sync.transport=ipc", "monitor.peak_tflops=2"]
+        overrides += ["rollout.at_limit=answer_now", *TWO_RANKS, "sync.transport=ipc"]
         overrides += [f"sandbox.file={tmp_path / 'tools.yaml'}", "rollout.tools=[count_words,reverse,search,browse]"]
         run_to_end(quickstart("train", run, *overrides), run)
 
@@ -126,8 +118,6 @@ def test_policy_trains_with_plugin_mcp_web_search_and_browse(
     (row,) = rows_of(run / "metrics.jsonl")
     assert row["tool_calls_executed"] > 0 and row["tool_calls_invalid"] == 0 and not undocumented(row)
     assert row["tool_calls_failed"] == 0 and row["updates_skipped"] == 0 and row["logprob_gap"] < 1e-3
-    assert all(isinstance(row[name], int | float) for name in FIGURES)
-    assert row["trainer/mfu"] == pytest.approx(row["trainer/tflops"] / 2)
     assert sum(asked.values()) == len(asked) + 1, "a query is paid once, and again after the 429"
     assert int((run / "paid_requests").read_text()) == sum(asked.values())
     assert (run / "tool_answers.sqlite").is_file()
