@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import JobConfig, ParallelConfig, RecomputedModule
 
 Variant = dict[str, object]
 """Values by dotted config key, which `RECIPE+variant` applies to the recipe."""
+
+
+_MODULES = ParallelConfig().recompute_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,10 @@ class RecipeLayout:
     """Context-parallel ranks."""
     expert: int = 1
     """Expert-parallel ranks."""
-    recompute: Literal["none", "selective", "full"] = "full"
-    """Activations computed again in the backward pass."""
+    recompute: Literal["none", "full"] | tuple[RecomputedModule, ...] = "full"
+    """Layers, or the modules of layers, that are computed again in the backward pass."""
+    layers: int | None = None
+    """Number of layers of each chunk that `full` computes again; None: all."""
     token_budget: int = 16384
     """Tokens per pack."""
     engine: int = 1
@@ -56,7 +61,9 @@ class RecipeLayout:
             "parallel.virtual_pipeline": self.virtual_pipeline,
             "parallel.context": self.context,
             "parallel.expert": self.expert,
-            "parallel.recompute": self.recompute,
+            "parallel.recompute": self.recompute if isinstance(self.recompute, str) else "selective",
+            "parallel.recompute_layers": self.layers,
+            "parallel.recompute_modules": _MODULES if isinstance(self.recompute, str) else self.recompute,
             "train.token_budget": self.token_budget,
             "train.group_tokens": self.token_budget if self.pipeline > 1 or self.expert > 1 else None,
             "engine.tensor": self.engine,
@@ -86,9 +93,15 @@ def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
     return {name: layout.variant() for name, layout in layouts.items()}
 
 
-FP8: Variant = {"model.fp8": "blockwise", "model.bf16_edge_layers": 1, "engine.memory_fraction": 0.3}
+FP8: Variant = {
+    "model.fp8": "blockwise",
+    "model.bf16_edge_layers": 1,
+    "engine.memory_fraction": 0.3,
+    "parallel.recompute": "full",
+    "parallel.recompute_layers": None,
+}
 """The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16. The
-copies of the weights in FP8 stay on the GPU, so engines get less of it."""
+copies of the weights in FP8 stay on the GPU, so engines get less of it, and all layers are recomputed."""
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
 """Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects."""

@@ -11,14 +11,16 @@ from arpo_megatron.recipes._bases import deep_search_large as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=4, data=2, token_budget=8192, engine=8),
-    "2nodes": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=8, memory_fraction=0.4),
-    "4nodes": RecipeLayout(tensor=4, data=8, token_budget=8192, engine=8, memory_fraction=0.5),
+    "1node": RecipeLayout(tensor=4, data=2, layers=36, token_budget=8192, engine=8),
+    "2nodes": RecipeLayout(tensor=4, data=4, layers=33, token_budget=8192, engine=8, memory_fraction=0.4),
+    "4nodes": RecipeLayout(tensor=4, data=8, layers=31, token_budget=8192, engine=8, memory_fraction=0.5),
     "16nodes": RecipeLayout(
         tensor=8, data=8, context=2, recompute="none", token_budget=8192, engine=8, memory_fraction=0.6
     ),
-    "h200": RecipeLayout(gpu="h200", tensor=2, data=4, token_budget=8192, engine=8, memory_fraction=0.4),
-    "split": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True),
+    "h200": RecipeLayout(gpu="h200", tensor=2, data=4, layers=35, token_budget=8192, engine=8, memory_fraction=0.4),
+    "split": RecipeLayout(
+        tensor=4, data=4, layers=32, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True
+    ),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 

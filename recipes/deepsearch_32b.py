@@ -11,13 +11,21 @@ from arpo_megatron.recipes._bases import deep_search_large as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=8, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
-    "2nodes": RecipeLayout(tensor=8, pipeline=2, recompute="none", token_budget=8192, engine=8, memory_fraction=0.4),
-    "4nodes": RecipeLayout(tensor=8, data=4, token_budget=8192, engine=8, memory_fraction=0.4),
-    "16nodes": RecipeLayout(tensor=8, data=8, context=2, token_budget=8192, engine=8, memory_fraction=0.5),
-    "h200": RecipeLayout(gpu="h200", tensor=4, data=4, token_budget=8192, engine=8),
+    "1node": RecipeLayout(tensor=8, layers=49, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
+    "2nodes": RecipeLayout(tensor=4, pipeline=4, layers=3, token_budget=8192, engine=8),
+    "4nodes": RecipeLayout(tensor=8, data=4, layers=54, token_budget=8192, engine=8, memory_fraction=0.4),
+    "16nodes": RecipeLayout(tensor=8, data=8, context=2, layers=35, token_budget=8192, engine=8, memory_fraction=0.5),
+    "h200": RecipeLayout(gpu="h200", tensor=4, data=4, layers=57, token_budget=8192, engine=8),
     "split": RecipeLayout(
-        tensor=8, pipeline=2, recompute="none", engine=8, engines=2, memory_fraction=0.85, split=True
+        tensor=4,
+        data=2,
+        pipeline=2,
+        layers=13,
+        token_budget=8192,
+        engine=8,
+        engines=2,
+        memory_fraction=0.85,
+        split=True,
     ),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}

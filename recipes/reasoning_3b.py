@@ -11,16 +11,16 @@ from arpo_megatron.recipes._bases import reasoning as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1gpu": RecipeLayout(token_budget=8192, memory_fraction=0.6, offload=True),
-    "2gpus": RecipeLayout(data=2, token_budget=8192, memory_fraction=0.4),
-    "4gpus": RecipeLayout(data=4, token_budget=8192, engine=2, memory_fraction=0.5),
-    "1node": RecipeLayout(data=8, token_budget=8192, engine=2, memory_fraction=0.5),
-    "2nodes": RecipeLayout(data=16, token_budget=8192, engine=2, memory_fraction=0.5),
-    "4nodes": RecipeLayout(tensor=2, data=16, token_budget=8192, engine=4, memory_fraction=0.7),
+    "1gpu": RecipeLayout(layers=30, token_budget=8192, memory_fraction=0.6, offload=True),
+    "2gpus": RecipeLayout(data=2, layers=33, token_budget=8192, memory_fraction=0.4),
+    "4gpus": RecipeLayout(data=4, layers=32, token_budget=8192, engine=2, memory_fraction=0.5),
+    "1node": RecipeLayout(data=8, layers=31, token_budget=8192, engine=2, memory_fraction=0.5),
+    "2nodes": RecipeLayout(data=16, layers=32, token_budget=32768, engine=2, memory_fraction=0.5),
+    "4nodes": RecipeLayout(tensor=2, data=16, layers=21, token_budget=32768, engine=4, memory_fraction=0.7),
     "16nodes": RecipeLayout(
         tensor=2, data=16, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.7
     ),
-    "h200": RecipeLayout(gpu="h200", data=8, token_budget=8192, engine=2, memory_fraction=0.7),
+    "h200": RecipeLayout(gpu="h200", data=8, layers=23, token_budget=8192, engine=2, memory_fraction=0.7),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 

@@ -11,11 +11,11 @@ from arpo_megatron.recipes._bases import reasoning as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1gpu": RecipeLayout(token_budget=8192, memory_fraction=0.5, offload=True),
-    "2gpus": RecipeLayout(tensor=2, token_budget=8192, engine=2, memory_fraction=0.4),
-    "4gpus": RecipeLayout(data=4, token_budget=8192, engine=2, memory_fraction=0.4),
-    "1node": RecipeLayout(data=8, token_budget=8192, engine=4, memory_fraction=0.4),
-    "a100": RecipeLayout(gpu="a100-80", data=8, token_budget=8192, engine=4, memory_fraction=0.4),
+    "1gpu": RecipeLayout(layers=33, token_budget=8192, memory_fraction=0.5, offload=True),
+    "2gpus": RecipeLayout(tensor=2, layers=30, token_budget=8192, engine=2, memory_fraction=0.4),
+    "4gpus": RecipeLayout(data=4, layers=34, token_budget=8192, engine=2, memory_fraction=0.4),
+    "1node": RecipeLayout(data=8, layers=34, token_budget=8192, engine=4, memory_fraction=0.4),
+    "a100": RecipeLayout(gpu="a100-80", data=8, layers=34, token_budget=8192, engine=4, memory_fraction=0.4),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 

@@ -11,13 +11,13 @@ from arpo_megatron.recipes._bases import reasoning as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=2, data=4, token_budget=8192, engine=4, memory_fraction=0.4),
-    "2nodes": RecipeLayout(tensor=2, data=8, token_budget=8192, engine=4, memory_fraction=0.5),
-    "4nodes": RecipeLayout(tensor=2, data=16, token_budget=8192, engine=4, memory_fraction=0.5),
+    "1node": RecipeLayout(tensor=2, data=4, layers=24, token_budget=8192, engine=4, memory_fraction=0.4),
+    "2nodes": RecipeLayout(tensor=2, data=8, layers=23, token_budget=8192, engine=4, memory_fraction=0.5),
+    "4nodes": RecipeLayout(tensor=2, data=16, layers=22, token_budget=8192, engine=4, memory_fraction=0.5),
     "16nodes": RecipeLayout(
         tensor=4, data=16, context=2, recompute="none", token_budget=8192, engine=4, memory_fraction=0.6
     ),
-    "h200": RecipeLayout(gpu="h200", data=8, token_budget=8192, engine=4, memory_fraction=0.4),
+    "h200": RecipeLayout(gpu="h200", data=8, layers=24, token_budget=8192, engine=4, memory_fraction=0.4),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
 

@@ -10,7 +10,7 @@ from arpo_megatron.recipes._bases import sft as base
 from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=2, data=4, recompute="none", token_budget=8192),
+    "1node": RecipeLayout(data=8, layers=6, token_budget=8192),
     "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
     "4nodes": RecipeLayout(tensor=2, data=2, pipeline=4, context=2, recompute="none"),
     "16nodes": RecipeLayout(tensor=2, data=16, pipeline=4, recompute="none"),

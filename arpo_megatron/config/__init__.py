@@ -15,7 +15,7 @@ from arpo_megatron.config.job import JobConfig
 from arpo_megatron.config.model import ModelConfig
 from arpo_megatron.config.monitor import MonitorConfig
 from arpo_megatron.config.optimizer import OptimizerConfig
-from arpo_megatron.config.parallel import ParallelConfig, Recompute
+from arpo_megatron.config.parallel import ParallelConfig, Recompute, RecomputedModule
 from arpo_megatron.config.reward import JudgeConfig, RewardConfig
 from arpo_megatron.config.rollout import RolloutConfig
 from arpo_megatron.config.sandbox import SandboxConfig
@@ -37,6 +37,7 @@ __all__ = [
     "ParallelConfig",
     "Platform",
     "Recompute",
+    "RecomputedModule",
     "RewardConfig",
     "RolloutConfig",
     "SandboxConfig",

@@ -33,7 +33,7 @@ def check_parallel(parallel: "ParallelConfig") -> None:
     if parallel.recompute_layers is not None and parallel.recompute != "full":
         raise ValueError(
             f"parallel.recompute_layers={parallel.recompute_layers} needs parallel.recompute=full, not "
-            f"{parallel.recompute}"
+            f"{parallel.recompute}: give parallel.recompute_layers=null too"
         )
     if parallel.tensor * parallel.context * parallel.data % parallel.expert:
         raise ValueError(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXPERT_IMBALANCE = 1.3
 """Tokens of the busiest rank's experts over the mean; no token is dropped. Assumption; the metric is
 `expert_busiest`."""
+_DEFAULT_MODULES = ParallelConfig().recompute_modules
 TARGET = 40
 """Bytes of the small tensors per predicted token."""
 FLOAT = 4
@@ -134,7 +135,7 @@ def layer_bytes(
 
 def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
     """Return the same layout, with every activation kept for the backward pass."""
-    return replace(parallel, recompute="none", recompute_layers=None)
+    return replace(parallel, recompute="none", recompute_layers=None, recompute_modules=_DEFAULT_MODULES)
 
 
 def pass_bytes(

@@ -7,6 +7,7 @@ from arpo_megatron.config import EngineConfig, JobConfig, ParallelConfig
 from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs.tool_file import searches_per_s
 from arpo_megatron.plan.fit import JobEstimate
+from arpo_megatron.plan.recompute import describe
 from arpo_megatron.plan.search import LayoutSearchResult
 from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds
 
@@ -65,6 +66,10 @@ def overrides_between(plan: JobEstimate, base: JobConfig) -> str:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -83,7 +88,7 @@ def _lines(plan: JobEstimate) -> Iterator[str]:
     nodes, where = f"{plan.nodes} node(s) of {plan.hardware.gpus} x {plan.hardware.name}", plan.layout
     apart = f" ({where.trainer_nodes} train, {where.engine_nodes} roll out)" if where and where.engine_nodes else ""
     engines = "" if config.sft_only else f"; {_engines(config.engine, not needs.engine)}"
-    yield f"{nodes}{apart}; {layout(config.parallel) or '1 rank'}, recompute {config.parallel.recompute}{engines}"
+    yield f"{nodes}{apart}; {layout(config.parallel) or '1 rank'}, recompute {describe(config.parallel)}{engines}"
     yield ""
     for title, parts in (
         ("GPU of a trainer rank in an update", needs.training),

@@ -3,13 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from arpo_megatron.config import JobConfig, ParallelConfig, Recompute, RolloutConfig
+from arpo_megatron.config import JobConfig, ParallelConfig, RolloutConfig
 from arpo_megatron.hardware.placement import gpus_for_both
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
@@ -26,13 +26,12 @@ from arpo_megatron.plan.fit import (
     plan,
     trees_of_update,
 )
-from arpo_megatron.plan.memory import colocated
+from arpo_megatron.plan.memory import colocated, job_memory
+from arpo_megatron.plan.recompute import recomputations
 from arpo_megatron.plan.timing import push_seconds
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Candidates for `engine.memory_fraction`; the largest that fits is used."""
-RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-"""Candidates for `parallel.recompute`. `selective` would save little, because FlexAttention stores no scores."""
 BUDGETS = (8192, 16384, 32768)
 """Candidates for `train.token_budget`, next to the job's own."""
 TOLERANCE = 1.15
@@ -123,11 +122,13 @@ class _Planner:
     hardware: Hardware
     spec: ModelSpec
     workloads: Workloads
+    chosen: dict[tuple[object, ...], ParallelConfig | None] = field(default_factory=dict)
+    """Layouts with the recomputation that fits, by what decides it; None if none fits."""
 
     def attempt(self, job: JobConfig) -> JobEstimate | Unfit:
         """Return the plan of a layout with the largest engines that fit and the fastest transport, or why none fits.
 
-        The optimizer's state goes to host memory only if it does not fit otherwise.
+        It recomputes no more than it must. The optimizer's state goes to host memory only if it does not fit otherwise.
         """
         if unfit := find_conflict(job, self.spec, self.hardware):
             return unfit
@@ -136,11 +137,31 @@ class _Planner:
             job = files
         if job.parallel.data > trees_of_update(job):
             return conflict("data-parallel ranks would have no trees")
-        found = self._with_largest_pool(job)
+        found = self._with_least_recompute(job)
         too_large = isinstance(found, Unfit) and found.kind in (UPDATE_TOO_LARGE, TOGETHER_TOO_LARGE)
         if too_large and _can_offload(job):
-            found = self._with_largest_pool(replace(job, optimizer=replace(job.optimizer, offload=True)))
+            found = self._with_least_recompute(replace(job, optimizer=replace(job.optimizer, offload=True)))
         return found
+
+    def _with_least_recompute(self, job: JobConfig) -> JobEstimate | Unfit:
+        """Return the plan that recomputes no more than it must."""
+        # The memory of an update does not depend on the engines' size.
+        key = job.parallel, job.train.token_budget, job.optimizer.offload, colocated(job)
+        if key not in self.chosen:
+            self.chosen[key] = self._least_recompute(job)
+        parallel = self.chosen[key]
+        return _TOO_LARGE if parallel is None else self._with_largest_pool(replace(job, parallel=parallel))
+
+    def _least_recompute(self, job: JobConfig) -> ParallelConfig | None:
+        def fits(parallel: ParallelConfig) -> bool:
+            needs = job_memory(replace(job, parallel=parallel), self.spec, self.hardware, self.workloads.largest)
+            return sum(needs.training.values()) <= (1 - MARGIN) * self.hardware.memory
+
+        def seconds(parallel: ParallelConfig) -> float:
+            return self._plan(replace(job, parallel=parallel)).step_seconds["forward_backward"]
+
+        found = list(recomputations(job.parallel, self.spec, fits))
+        return found[0] if len(found) == 1 else min(found, key=seconds, default=None)
 
     def _push_s(self, job: JobConfig) -> float:
         return 0.0 if job.sft_only else push_seconds(job, self.spec, self.hardware)
@@ -259,7 +280,7 @@ def _layouts(config: JobConfig, world: int, hardware: Hardware, experts: bool) -
         if world % (tensor * pipeline * context):
             continue
         data = world // (tensor * pipeline * context)
-        for chunks, expert, recompute in product(virtual if pipeline > 1 else (1,), shared_out, RECOMPUTE):
+        for chunks, expert in product(virtual if pipeline > 1 else (1,), shared_out):
             if tensor * context * data % expert == 0:
                 yield replace(
                     without_recompute(config.parallel),
@@ -270,7 +291,6 @@ def _layouts(config: JobConfig, world: int, hardware: Hardware, experts: bool) -
                     context=context,
                     data=data,
                     expert=expert,
-                    recompute=recompute,
                 )
 
 

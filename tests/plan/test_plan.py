@@ -45,7 +45,8 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
     ("recipe", "overrides", "gpu", "reason"),
     [
         ("deepsearch_14b", ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16"], "h100-80", "training"),
-        ("deepsearch_14b", ["parallel.recompute=none", "train.token_budget=65536"], "h100-80", "activations"),
+        ("deepsearch_14b", ["parallel.recompute=none", "parallel.recompute_layers=null",
+                            "train.token_budget=65536"], "h100-80", "activations"),
         ("deepsearch_14b", ["engine.memory_fraction=0.8"], "h100-80", "rollout needs"),
         ("deepsearch_14b", ["engine.memory_fraction=0.045"], "h100-80", "fewer than model.max_length"),
         ("deepsearch_14b", ["parallel.tensor=16", "parallel.data=1"], "h100-80", "give parallel.tensor=8"),
@@ -105,7 +106,10 @@ def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
 
 
 def test_data_parallel_ranks_divide_optimizer_and_work() -> None:
-    two, four = (plan(resolve.resolve(f"deepsearch_14b+{n}nodes"), H100) for n in (2, 4))
+    two, four = (
+        plan(resolve.resolve(f"deepsearch_14b+{n}nodes", overrides=["parallel.recompute_layers=null"]), H100)
+        for n in (2, 4)
+    )
     assert four.memory.training["optimizer"] == pytest.approx(two.memory.training["optimizer"] / 2)
     assert four.memory.training["weights"] == two.memory.training["weights"]
     assert four.step_seconds["forward_backward"] == pytest.approx(two.step_seconds["forward_backward"] / 2)
