@@ -4,7 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaigns", action="store_true", help="run the campaigns too (`make test-all`)")
+    parser.addoption("--any-order", action="store_true", help="add in random order, as a GPU may (tests/any_order.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--any-order"):
+        from tests.ranks import ANY_ORDER_VARIABLE
+
+        os.environ[ANY_ORDER_VARIABLE] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if not item.config.getoption("--any-order"):
+        return (yield)
+    from tests.any_order import any_order
+
+    with any_order():  # fixtures compute, too
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

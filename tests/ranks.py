@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import wait
@@ -22,7 +22,9 @@ from unittest.mock import patch
 from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
 from arpo_megatron.utils.processes import STORE_FILE
 
-_PRELOADED = ("pytest", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
+ANY_ORDER_VARIABLE = "ARPO_TESTS_ANY_ORDER"
+"""Environment variable that `pytest --any-order` sets for its workers."""
+_PRELOADED = ("pytest", "tests.any_order", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
 _context: Any = get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
 
@@ -38,7 +40,13 @@ class RankFailedError(AssertionError):
         self.exit_code = exit_code
 
 
-def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int, timeout_s: float = 500.0) -> None:
+def run_ranks(
+    function: Callable[..., None],
+    *arguments: Any,
+    ranks: int,
+    timeout_s: float = 500.0,
+    any_order: bool | None = None,
+) -> None:
     """Call `function(*arguments)` on every rank and return when all have returned.
 
     Args:
@@ -46,14 +54,18 @@ def run_ranks(function: Callable[..., None], *arguments: Any, ranks: int, timeou
         arguments: can be pickled.
         ranks: processes on this machine.
         timeout_s: when it has passed, all ranks are killed.
+        any_order: add in random order (tests/any_order.py); None: if `pytest --any-order` runs.
 
     Raises:
         RankFailedError: a rank raised, was killed or took too long. The other ranks are killed.
     """
+    shuffled = ANY_ORDER_VARIABLE in os.environ if any_order is None else any_order
     with TemporaryDirectory() as logs:
         outputs = [Path(logs) / str(rank) for rank in range(ranks)]
         processes = [
-            _context.Process(target=_run, args=(function, arguments, rank, ranks, Path(logs) / "store", outputs[rank]))
+            _context.Process(
+                target=_run, args=(function, arguments, rank, ranks, Path(logs) / "store", outputs[rank], shuffled)
+            )
             for rank in range(ranks)
         ]
         try:
@@ -130,7 +142,13 @@ def _first_failure(processes: Sequence[Any], deadline: float) -> tuple[int, int 
 
 
 def _run(
-    function: Callable[..., None], arguments: Sequence[Any], rank: int, ranks: int, store: Path, output: Path
+    function: Callable[..., None],
+    arguments: Sequence[Any],
+    rank: int,
+    ranks: int,
+    store: Path,
+    output: Path,
+    shuffled: bool,
 ) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -146,8 +164,11 @@ def _run(
 
     gc.freeze()  # otherwise every collection copies the memory pages shared with the server process
     torch.set_num_threads(1)
+    from tests.any_order import any_order
+
     try:
-        function(*arguments)
+        with any_order() if shuffled else nullcontext():
+            function(*arguments)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
