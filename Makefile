@@ -9,7 +9,7 @@ QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor t
 	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py \
 	--ignore tests/rewards/test_verify.py --ignore tests/rewards/test_judge_report.py
 
-.PHONY: setup demo slurm-demo test test-all test-quick checks lint types contracts pytest fuzz docs site clean
+.PHONY: setup demo slurm-demo test test-all test-newest test-quick checks lint types contracts pytest fuzz docs site clean
 
 setup:
 	@scripts/setup.sh
@@ -36,6 +36,12 @@ test-quick: lint contracts
 test-all: checks
 	slurm/onebox/onebox.sh install
 	$(PYTEST) --campaigns --durations 40 $(ARGS)
+
+# The trainer with the newest megatron-core and torch, in an environment of its own (docs/internals/versions.md).
+test-newest:
+	@scripts/setup_newest.sh
+	.venv-newest/bin/pytest --numprocesses 2 tests/actor/test_cpu_platform.py tests/actor/test_exactness.py \
+		tests/actor/test_optimizer.py tests/actor/test_checkpoint.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,10 +3,11 @@
 megatron-core runs on gloo, but names CUDA where it means the device of this rank. `PATCHES` lists every such occurrence
 and its replacement.
 
-With CUDA, `install` does nothing. The table was checked against one version of megatron-core. Other versions are
-refused on a CPU, because a half-patched optimizer may train wrongly without failing.
+With CUDA, `install` does nothing. Each checked version of megatron-core has its table. Other versions are refused on a
+CPU, because a half-patched optimizer may train wrongly without failing.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from arpo_megatron.hardware.patching import Patch, PresetAttribute, Replace, Retarget, apply, check_version
 
 CHECKED_MEGATRON_CORE = "0.16.1"
-"""The version of megatron-core that `PATCHES` was checked against."""
+"""The pinned version of megatron-core, whose table is `PATCHES`."""
+NEWEST_MEGATRON_CORE = "0.19.2"
+"""The newest version with a table, for Python 3.12 (`make test-newest`)."""
 
 
 _CPU = torch.device("cpu")
@@ -85,16 +88,23 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving", _DEVICE, _STATE
     ),
 )
+TABLES: Mapping[str, tuple[Patch, ...]] = {
+    CHECKED_MEGATRON_CORE: PATCHES,
+    NEWEST_MEGATRON_CORE: (
+        *PATCHES,
+        Replace("torch:cuda.current_stream", lambda device=None: None, "would wait for graphs; there are none"),
+    ),
+}
+"""Patches by version of megatron-core."""
 
 
 @cache
 def install() -> None:
-    """Apply `PATCHES` once per process; do nothing if CUDA is available.
+    """Apply the version's patches once per process; do nothing if CUDA is available.
 
     Raises:
         UserError: megatron-core is missing or has an unchecked version.
     """
     if torch.cuda.is_available():
         return
-    check_version("megatron-core", CHECKED_MEGATRON_CORE)
-    apply(PATCHES)
+    apply(TABLES[check_version("megatron-core", *TABLES)])

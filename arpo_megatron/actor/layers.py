@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.linear import CpuColumnParallelLinear, CpuRowParallelLinear, uses_transformer_engine
 from arpo_megatron.actor.moe_router import TreeTopKRouter
-from arpo_megatron.actor.te_layers import te_layer, te_norm
+from arpo_megatron.actor.te_layers import submodules_of, te_layer, te_norm
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.spec import ModelSpec
 
@@ -55,10 +55,10 @@ def block_spec(config: TransformerConfig, stage: int | None = None) -> Transform
     attention.core_attention = TreeAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp: MLPSubmodules = layer.submodules.mlp.submodules
+    mlp: MLPSubmodules = submodules_of(layer.submodules.mlp)
     if config.num_moe_experts is not None:
-        layer.submodules.mlp.submodules.router = TreeTopKRouter
-        mlp = layer.submodules.mlp.submodules.experts.submodules
+        submodules_of(layer.submodules.mlp).router = TreeTopKRouter
+        mlp = submodules_of(submodules_of(layer.submodules.mlp).experts)
     if not torch.cuda.is_available():
         attention.linear_qkv = mlp.linear_fc1 = CpuColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = CpuRowParallelLinear

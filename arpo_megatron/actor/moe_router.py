@@ -72,8 +72,8 @@ class TreeTopKRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
     replay: Tensor
     """float64[2], tokens with given routes so far, and the sum over them of the share of choices that differ."""
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, pg_collection: Any = None, **newer: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **newer)  # 0.19 gives more arguments
         count = config.num_moe_experts
         device = torch.cuda.current_device()
         self.register_buffer("load", torch.full((count,), 1 / count, dtype=torch.float64, device=device))

@@ -25,6 +25,7 @@ Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,8 +141,13 @@ def te_layer(config: TransformerConfig) -> ModuleSpec:
     )
     layer.submodules.self_attention.submodules.core_attention = TreeAttention
     if config.num_moe_experts is not None:
-        layer.submodules.mlp.submodules.router = TreeTopKRouter
+        submodules_of(layer.submodules.mlp).router = TreeTopKRouter
     return layer
+
+
+def submodules_of(spec: Any) -> Any:
+    """Return the submodules of a part of a layer spec: a `ModuleSpec`, or since megatron-core 0.19 a partial call."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def te_norm() -> Any:

@@ -86,21 +86,23 @@ def apply(patches: Sequence[Patch]) -> None:
         patch.apply()
 
 
-def check_version(package: str, checked: str) -> None:
-    """Raise UserError unless the installed package has the one version that its table of patches was checked against.
+def check_version(package: str, *checked: str) -> str:
+    """Return the installed version of a package. Raises UserError unless there is a checked table of patches for it.
 
     Args:
         package: name of the distribution.
-        checked: its version.
+        checked: its versions with a table; the first one is pinned.
     """
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise UserError(f"{package} is not installed: pip install --no-deps {package}=={checked}") from None
-    if found != checked:
+        raise UserError(f"{package} is not installed: pip install --no-deps {package}=={checked[0]}") from None
+    if found not in checked:
         raise UserError(
-            f"{package} {found} is not checked on a CPU (only {checked} is): pip install --no-deps {package}=={checked}"
+            f"{package} {found} is not checked on a CPU (only {' and '.join(checked)}): "
+            f"pip install --no-deps {package}=={checked[0]}"
         )
+    return found
 
 
 def _split(target: str) -> list[str]:
