@@ -40,18 +40,15 @@ class PolicyStats:
     def of(cls, *, ratio: Tensor, log_ratio: Tensor, entropies: Tensor, **sums: Tensor | None) -> Self:
         """Collect token values and sums; a missing sum is 0."""
         values = {
-            "tokens": torch.tensor(ratio.numel()),
+            "tokens": torch.full((), ratio.numel(), device=ratio.device),
             "ratio": ratio.detach().sum(),
             "entropy": entropies.detach().sum(),
             **{name: value for name, value in sums.items() if value is not None},
         }
-        row = [values[name].detach().double().to(ratio.device) if name in values else _zero(ratio) for name in _SUMS]
-        histogram = torch.histc(
-            log_ratio.detach().double().clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND).cpu(),
-            HISTOGRAM_BINS,
-            -HISTOGRAM_BOUND,
-            HISTOGRAM_BOUND,
-        ).to(ratio.device)
+        row = [values[name].detach().double() if name in values else _zero(ratio) for name in _SUMS]
+        # On the device: the host does not wait for a pack. Counts are exact in any order of additions.
+        bounded = log_ratio.detach().double().clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND)
+        histogram = torch.histc(bounded, HISTOGRAM_BINS, -HISTOGRAM_BOUND, HISTOGRAM_BOUND)
         largest = ratio.detach().max().double() if ratio.numel() else _zero(ratio)
         return cls(torch.cat([torch.stack(row), histogram]), largest)
 
@@ -132,8 +129,9 @@ class UpdateStats:
     def of(cls, sums: Tensor, ratio_max: Tensor, **measured: Any) -> Self:
         """Compute the statistics from the sums and the maximum over all packs; `measured` has the fields that follow
         from neither."""
-        values = dict(zip(_SUMS, sums[: len(_SUMS)].tolist(), strict=True))
-        histogram = sums[len(_SUMS) :].cpu().numpy()
+        row = torch.cat([sums, ratio_max.reshape(1)]).cpu().numpy()  # the host waits once
+        values = dict(zip(_SUMS, map(float, row), strict=False))
+        histogram = row[len(_SUMS) : -1]
         count = max(1.0, values["tokens"])
         return cls(
             loss=values["loss"],
@@ -143,7 +141,7 @@ class UpdateStats:
             clip_low_share=values["clipped_low"] / count,
             clip_high_share=values["clipped_high"] / count,
             clip_dual_share=values["clipped_dual"] / count,
-            ratio_max=float(ratio_max),
+            ratio_max=float(row[-1]),
             ratio_mean=values["ratio"] / count,
             ratio_p01=ratio_quantile(histogram, 0.01),
             ratio_p50=ratio_quantile(histogram, 0.5),

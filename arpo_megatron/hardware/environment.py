@@ -1,6 +1,7 @@
 """Environment variables of a job's processes, by the device on which they compute."""
 
 import os
+from pathlib import Path
 
 from arpo_megatron.config import Platform
 from arpo_megatron.hardware.transformer_engine import EMULATION_VARIABLE
@@ -32,6 +33,18 @@ NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables that SGLang sets in its processes if they are unset. All members of a group must agree on them."""
 
 
+def _kernel_cache() -> dict[str, str]:
+    """Return the variable for compiled kernels: a folder of the user's home, which later jobs and other nodes read too.
+
+    torch's own choice is a folder in /tmp, which a node may empty after each job. A user's choice stands.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    parent = home if home.exists() else home.parent
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or not os.access(parent, os.W_OK):
+        return {}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(home / "arpo_megatron" / "kernels")}
+
+
 def process_environment(platform: Platform) -> dict[str, str]:
     """Return the variables for every process of a job that computes on `platform`."""
     if platform == "cpu":
@@ -46,6 +59,7 @@ def trainer_environment(platform: Platform, *, emulate_te: bool = False) -> dict
         return {**CPU_ENVIRONMENT, "PYTHONWARNINGS": _IMPORT_WARNINGS, EMULATION_VARIABLE: "1"}
     environment = {**process_environment(platform), "PYTHONWARNINGS": _IMPORT_WARNINGS}
     if platform != "cpu":
+        environment |= _kernel_cache()
         # One hardware queue keeps communication kernels in the order in which they were launched. Expandable segments
         # keep the allocator from fragmenting, because packs differ in length.
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

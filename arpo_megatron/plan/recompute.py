@@ -1,4 +1,4 @@
-"""What a layout computes again in the backward pass: nothing if that fits in memory, else what costs the least time."""
+"""The choice of what a layout computes again: nothing if that fits in memory, else what costs the least time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -179,6 +179,7 @@ class TrainingRun:
         masked = None if self.controller is None else self.controller.masked_result
         estimates = counterfactual_advantages(self.actor, trees, self.config, masked)
         batches = broadcast_batches(build_batches(trees, self.config, self.actor.spec, estimates))
+        self.session.prepare_kernels(pack for batch in batches for pack in batch.packs)
         return add_reference_logprobs(self.actor, batches)
 
     def compute_logprobs(self, batches: Sequence[Batch]) -> list[PolicyOutputs]:

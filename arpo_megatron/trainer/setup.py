@@ -3,7 +3,7 @@
 Used by `train`, `sft` and `recompute_update`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.optimizer import optimizer_name
 from arpo_megatron.actor.training_state import WeightsOnly
+from arpo_megatron.actor.warm_up import AttentionKernels
 from arpo_megatron.algorithms.credit import LossForm
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import StoppedError, UserError
@@ -54,12 +55,18 @@ class ActorSession:
     profiler: StepProfiler
     closing: ExitStack
     """Closes the session's resources; whatever a phase adds to it is closed first."""
+    kernels: AttentionKernels
+    """Compiled attention."""
     weights: CheckpointStore | None = None
     """Weights without the optimizer (`train.weights_every`)."""
 
     def note(self, text: str, *, resumed: bool = False) -> None:
         """Log a line for the user; `resumed` marks that the job has continued from a checkpoint."""
         self.events.emit("note", text=text, **({"resumed": True} if resumed else {}))
+
+    def prepare_kernels(self, packs: Iterable[TreePack]) -> None:
+        """Compile the attention of packs ahead of their passes; all ranks call it with the same packs."""
+        self.kernels.prepare(packs, self.note)
 
     def load_newest(self) -> Path | None:
         """Load the actor from the newest whole checkpoint and return its directory; None if there is none.
@@ -246,8 +253,9 @@ def _open(directory: RunDirectory, phase: Phase, training: bool, closing: ExitSt
         parallel.rank(),
     )
     closing.callback(profiler.close)
+    kernels = AttentionKernels.of(config, actor.spec)
     return ActorSession(
-        config, directory, phase, start, actor, checkpoints, events, metrics, profiler, closing, weights
+        config, directory, phase, start, actor, checkpoints, events, metrics, profiler, closing, kernels, weights
     )
 
 

@@ -130,6 +130,7 @@ class SftRun:
         session.profiler.before(number + 1)
         trees = self.examples.of_update(number)
         packs = pack_batch(trees, supervised_credit(trees), session.config, session.actor.spec)
+        session.prepare_kernels(packs)
         stats = session.actor.update(packs, None, loss="nll")
         seconds = time.monotonic() - started
         session.end_profile(number + 1)

@@ -8,6 +8,7 @@ import torch
 
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.reference import ReferencePolicy
+from arpo_megatron.actor.warm_up import AttentionKernels
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, TrainConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
@@ -59,6 +60,7 @@ class Steps(TrainingRun):
             metrics=None,
             profiler=StepProfiler(None, directory.path),
             closing=ExitStack(),
+            kernels=AttentionKernels.of(actor.config, actor.spec),
         )
         super().__init__(session, sync=None, controller=None, held_out=())
         self.current, self.updates = "", []

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,19 @@ def test_users_nccl_settings_hold_on_both_sides(monkeypatch: pytest.MonkeyPatch)
 def test_every_process_bounds_its_caches_of_products(platform: Platform) -> None:
     assert KERNEL_CACHE_ENVIRONMENT.items() <= trainer_environment(platform).items()
     assert KERNEL_CACHE_ENVIRONMENT.items() <= process_environment(platform).items()
+
+
+def test_compiled_kernels_outlive_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert trainer_environment("auto")["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache/arpo_megatron/kernels")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in trainer_environment("cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing/cache")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in trainer_environment("auto"), (
+        "torch's own folder, if the home cannot be used"
+    )
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in trainer_environment("auto")
 
 
 def test_products_of_new_shapes_keep_no_memory() -> None:
