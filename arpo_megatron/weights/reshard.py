@@ -19,8 +19,9 @@ from arpo_megatron.models.mapping import Entry, ShardRule, entries
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, with_scales
 
-ALONE_BYTES = 2**20
-"""A piece of at least this size travels alone, so that no side must copy it if it is contiguous there."""
+ALONE_BYTES = 2**18
+"""A piece of at least this size travels alone, so that no side must copy it if it is contiguous there. Smaller ones
+share a message: copying them takes less time than sending many messages."""
 
 Round = tuple[WeightMessage, ...]
 

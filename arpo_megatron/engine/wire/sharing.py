@@ -18,9 +18,8 @@ def shareable(size: int, device: torch.device) -> Tensor:
     """Return uint8[size] that another process can map."""
     if device.type != "cuda":
         with _shared_by_name():
-            buffer = torch.empty(size, dtype=torch.uint8)
-            buffer.share_memory_()
-            return buffer
+            # `share_memory_` would fill the memory with a copy of what was allocated before.
+            return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
     # A handle to memory in expandable segments cannot be opened without rights over this process. The allocator reads
     # the setting at every allocation.
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
