@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from arpo_megatron.algorithms.base import TrainingProgress
-from arpo_megatron.config import EvalConfig, JobConfig, TrainConfig
+from arpo_megatron.config import AlgorithmConfig, EvalConfig, JobConfig, TrainConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.monitor.events import EventLog
@@ -26,7 +27,7 @@ from arpo_megatron.trainer.collector import StepInProgress
 from arpo_megatron.trainer.controller import REPLAY_FILE, TREES_FILE, Controller, ControllerState
 from arpo_megatron.trainer.held_out import HeldOutResult, evaluation_due
 from arpo_megatron.trainer.run import RunState, TrainingRun
-from arpo_megatron.tree import Role, RolloutTree, ToolRecord
+from arpo_megatron.tree import BranchRecord, Role, RolloutTree, ToolRecord
 
 CONFIG = JobConfig(name="test", train=TrainConfig(steps=6))
 
@@ -122,6 +123,36 @@ def test_step_continues_if_its_trees_cannot_be_stored(tmp_path: Path, monkeypatc
     directory.trees.unlink()
     assert Controller.finish_step(controller, scored, [], totals)["trees_not_stored"] == 4
     assert stored_steps(directory) == [6]
+
+
+@pytest.mark.parametrize(("branching", "stored"), [("random", [0.5, None]), ("arpo", [])])
+def test_random_arm_stores_the_chance_that_arpo_would_have_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, branching: str, stored: list[float | None]
+) -> None:
+    monkeypatch.setattr(controller_module, "rollout_metrics", lambda *_: {})
+    config = replace(CONFIG, algorithm=AlgorithmConfig(branching=branching, entropy_weight=0.5, branch_probability=0.3))
+    steps, chances = iter(StepInProgress(step) for step in (0, 1)), list[float | None]()
+    collector = SimpleNamespace(
+        end_step=lambda: next(steps), selector=SimpleNamespace(metrics=dict), replay=None, arpo_chances=chances
+    )
+    controller: Any = SimpleNamespace(
+        session=SimpleNamespace(config=config),
+        decode=str,
+        reward=SimpleNamespace(judge=None),
+        collector=collector,
+        tree_log=TreeLog(RunDirectory(tmp_path), pytest.fail),
+    )
+    tree = RolloutTree("task", [1])
+    for rise in (0.2, 0.6):
+        record = BranchRecord(dH=rise, probability=0.9, draw=0.1, why="draw")
+        tree.add(tree.add(0, Role.TOOL, [2]), Role.MODEL, [3], branch=record)
+    found = []
+    for own in (tree, RolloutTree("task", [1])):
+        values = np.ones(len(own.leaves()))
+        scored = ScoredTree(Task("task", (), "1", "math", "?"), own, values, values, values > 0)
+        found.append(Controller.finish_step(controller, [scored], [], {}).get("arpo_fork_chance"))
+    assert chances == [chance if chance is None else pytest.approx(chance) for chance in stored]
+    assert found == (chances or [None, None])
 
 
 @pytest.mark.parametrize(
