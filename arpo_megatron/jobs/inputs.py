@@ -29,6 +29,7 @@ from arpo_megatron.tasks.environments.build import environment_maker
 from arpo_megatron.tasks.environments.protocol import EnvironmentProtocol
 from arpo_megatron.tasks.files.reader import check_readable, read_tasks, read_texts
 from arpo_megatron.tasks.protocols.build import make_protocol
+from arpo_megatron.tasks.selectors.base import make_task_selector
 from arpo_megatron.tasks.sft.dataset import Conversations, read_conversations
 from arpo_megatron.tasks.sft.rows import check_file
 from arpo_megatron.tasks.synthetic.families import FAMILIES
@@ -250,6 +251,8 @@ def _check_data(config: JobConfig, data: JobData, tokenizer: "PreTrainedTokenize
         check_tasks(config, len(data.train), f"the {len(data.train)} training tasks")
     except ValueError as error:
         raise UserError(str(error)) from None
+    if not config.sft_only:
+        make_task_selector(config.algorithm, data.train, config.seed)  # raises if the tasks lack something it needs
     rollout = config.rollout
     model = Path(tokenizer.name_or_path)
     tags = make_protocol(rollout.protocol, model=model)

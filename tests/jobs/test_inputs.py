@@ -25,9 +25,11 @@ from arpo_megatron.jobs.run_directory import RunDirectory
             ["train.tasks_per_step=4", "rollout.oversampling=0.5"],
             "train.tasks_per_step=4 with rollout.oversampling=0.5 starts 6 trees at once, which exceeds the 5 training",
         ),
+        (["train.tasks_per_step=4", "algorithm.name=ghpo"], "needs hints: set data.columns.hint"),
+        (["train.tasks_per_step=4", "algorithm.name=inspo_partial"], "needs a file of prompts"),
     ],
 )
-def test_fewer_tasks_than_a_step_needs_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_tasks_without_what_a_step_needs_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     rows: list[dict[str, Any]] = [
         {
             "prompt": [{"role": "user", "content": f"How much is {number} and {number}?"}],
