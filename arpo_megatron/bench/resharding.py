@@ -2,8 +2,8 @@
 
 Per layout of the trainer and transport that reshards: the bytes that an engine rank receives over the bytes that it
 holds, the largest buffer of any process over a bucket, and the seconds of pushes. For `network` the bare exchange is
-measured too: the messages of the same plan between the same number of processes, from and to memory that is there
-already. Probe and checksums are part of neither.
+measured too: the messages of the same plan between the same number of processes, each byte from and to a place of its
+own in memory that is there already. Probe and checksums are part of neither.
 """
 
 import json
@@ -150,16 +150,18 @@ class BareExchange:
         self._group = _join(box[0], rank, trainers + receivers)
         self._trainers = trainers
         self._sizes = [[(receiver, count) for sender, receiver, count in turn if sender == rank] for turn in sizes]
-        self._source = torch.ones(
-            max([count for turn in self._sizes for _, count in turn], default=0), dtype=torch.uint8
-        )
+        self._source = torch.ones(sum(count for turn in self._sizes for _, count in turn), dtype=torch.uint8)
 
     def seconds(self) -> float:
         """Return the seconds of one exchange, until every receiver has everything."""
         _meet(self._group, more=True)
         started = time.perf_counter()
+        first = 0
         for turn in self._sizes:
-            works = [self._group.send([self._source[:count]], self._trainers + receiver, 0) for receiver, count in turn]
+            works = []
+            for receiver, count in turn:
+                works.append(self._group.send([self._source[first : first + count]], self._trainers + receiver, 0))
+                first += count
             for work in works:
                 work.wait()
         _meet(self._group, more=True)
@@ -175,10 +177,11 @@ def _receive(port: int, trainers: int, receiver: int, receivers: int, sizes: Seq
     torch.set_num_threads(1)
     group = _join(port, trainers + receiver, trainers + receivers)
     mine = [[(sender, count) for sender, to, count in turn if to == receiver] for turn in sizes]
-    target = torch.zeros(max(sum(count for _, count in turn) for turn in mine), dtype=torch.uint8)
+    target = torch.zeros(sum(count for turn in mine for _, count in turn), dtype=torch.uint8)
     while _meet(group, more=True):
+        start = 0
         for turn in mine:
-            works, start = [], 0
+            works = []
             for sender, count in turn:
                 works.append(group.recv([target[start : start + count]], sender, 0))
                 start += count
