@@ -9,7 +9,7 @@ QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor t
 	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py \
 	--ignore tests/rewards/test_verify.py --ignore tests/rewards/test_judge_report.py
 
-.PHONY: setup demo slurm-demo test test-all test-newest test-quick checks lint types contracts pytest fuzz docs site clean
+.PHONY: setup demo slurm-demo image test test-all test-newest test-quick checks lint types contracts pytest fuzz docs site clean
 
 setup:
 	@scripts/setup.sh
@@ -21,6 +21,10 @@ demo: setup
 # Stops everything it started.
 slurm-demo: setup
 	@slurm/onebox/demo.sh $(ARGS)
+
+# Builds the container image of a job from requirements.lock and checks it: ARGS="--sqsh FILE" writes it for pyxis.
+image:
+	@slurm/container/build.sh $(ARGS)
 
 # What CI runs, in about 12 minutes on two cores. The checks of the source run next to the tests: they use one core.
 test: setup

@@ -1,10 +1,11 @@
-"""pyproject.toml, the lock file and the image pin the versions that `arpo doctor` checks for."""
+"""pyproject.toml, the lock files and the image pin the versions that `arpo doctor` checks for."""
 
 import re
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from arpo_megatron.actor.cpu_platform import CHECKED_MEGATRON_CORE
@@ -21,9 +22,10 @@ def pinned(texts: list[str]) -> dict[str, str]:
     return {item.name: str(item.specifier)[2:] for item in found if str(item.specifier).startswith("==")}
 
 
-def image() -> dict[str, str]:
-    """Return name -> version of the packages that the Dockerfile pins."""
-    return dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / "slurm/container/Dockerfile").read_text()))
+def locked(file: str) -> dict[str, str]:
+    """Return canonical name -> version of the packages of a lock file."""
+    found = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): pin for name, pin in found}
 
 
 def test_pyproject_has_the_doctors_pins() -> None:
@@ -39,18 +41,19 @@ def test_pyproject_has_the_doctors_pins() -> None:
 
 def test_lock_file_has_pins_of_doctor() -> None:
     """torch is left out: its build depends on the machine."""
-    locked = pinned(re.findall(r"^[\w.-]+==\S+", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    assert {name: locked.get(name) for name in WANTED if name != "torch"} == {
+    ours = locked("requirements.lock")
+    assert {name: ours.get(name) for name in WANTED if name != "torch"} == {
         name: pin for name, pin in WANTED.items() if name != "torch"
     }
 
 
-def test_image_has_pins_of_doctor() -> None:
-    """Other packages come with the project's requirements."""
-    named, text = image(), (ROOT / "slurm/container/Dockerfile").read_text()
-    assert {name: named.get(name) for name in WANTED if name != "transformers"} == {
-        name: pin for name, pin in WANTED.items() if name != "transformers"
-    }
-    assert f"startswith('{PINS['torch']}')" in text
-    engine = Version(named["transformer-engine"]).release
-    assert TE_VERSIONS[0] <= engine < TE_VERSIONS[1]
+def test_image_has_pins_of_doctor_and_versions_of_the_lock_file() -> None:
+    ours, image = locked("requirements.lock"), locked("slurm/container/requirements.lock")
+    assert {name: image.get(name) for name in WANTED} == WANTED
+    odd = {name for name in ours.keys() & image.keys() if ours[name] != image[name]}
+    assert odd == {"numpy", "protobuf", "triton"}, "packages for CUDA need other versions of these only"
+    needed = [canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]]
+    assert not set(needed) - image.keys()
+    assert TE_VERSIONS[0] <= Version(image["transformer-engine"]).release < TE_VERSIONS[1]
+    extension = f"transformer-engine-torch=={image['transformer-engine']}\n"
+    assert extension in (ROOT / "slurm/container/Dockerfile").read_text()
