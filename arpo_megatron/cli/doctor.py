@@ -1,10 +1,13 @@
 """`arpo doctor`: check this machine, a recipe's files, and a cluster from its login node."""
 
+from contextlib import suppress
+
 from arpo_megatron.cluster.mounts import inputs_of, outside_of_mounts
 from arpo_megatron.cluster.profile import ClusterProfile
-from arpo_megatron.cluster.slurm_checks import cluster_checks
+from arpo_megatron.cluster.slurm_checks import check_limits, cluster_checks
 from arpo_megatron.cluster.submit import prepare_submission
 from arpo_megatron.config import JobConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs import choose_run
 from arpo_megatron.jobs.inputs import check_files, check_inputs
@@ -75,6 +78,9 @@ def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckRes
         return failure("recipe", f"{config.name} does not fit: {forecast.reason}", "arpo plan shows layouts that do")
     if submission.too_late:
         return failure("recipe", submission.too_late, "or expect that steps are repeated after each job")
+    with suppress(UserError):  # Slurm does not answer, which is a failure of its own
+        if (limits := check_limits(profile, layout.nodes)).level != "ok":
+            return failure("recipe", limits.text, limits.fix)
     if hidden := outside_of_mounts(config, profile):
         where = inputs_of(config)[hidden[0]]
         return failure("recipe", f"the container does not see {hidden[0]}={where}", "add its directory to `mounts`")

@@ -4,7 +4,7 @@ import getpass
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +23,7 @@ def cluster_checks(profile: ClusterProfile) -> list[Check]:
         ("partition", check_partition),
         ("account", check_account),
         ("qos", check_qos),
+        ("limits", check_limits),
         ("gres", check_gres),
         ("preemption", check_preemption),
         ("runs", check_runs),
@@ -104,6 +105,47 @@ def check_qos(profile: ClusterProfile) -> CheckResult:
     if wall and not 0 < slurm.seconds(profile.time) <= slurm.seconds(wall):
         return failure("qos", f"{profile.qos} allows {wall}, less than time={profile.time}", "lower `time`")
     return ok("qos", profile.qos)
+
+
+def check_limits(profile: ClusterProfile, nodes: int | None = None) -> CheckResult:
+    """Check that partition, QOS and account allow a job of this size.
+
+    Args:
+        profile: profile of the cluster.
+        nodes: number of nodes; None: that of the profile, else one.
+    """
+    nodes = nodes or profile.nodes or 1
+    wanted = {"node": nodes, "gres/gpu": nodes * profile.gpus_per_node}
+    if profile.gpu_type:
+        wanted[f"gres/gpu:{profile.gpu_type}"] = wanted["gres/gpu"]
+    shown = _partition(profile, "%a")
+    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    for key in ("TotalNodes", "MaxNodes"):
+        if (found := re.search(rf"\b{key}=(\d+)", partition)) and int(found[1]) < nodes:
+            text = f"{nodes} node(s), and the partition has {key}={found[1]}"
+            return failure("limits", text, "lower `nodes` or --nodes, or set another `partition`")
+    for place, limits in _tres_limits(profile, partition):
+        for resource, most in re.findall(r"([\w/:.-]+)=(\d+)", limits):
+            if wanted.get(resource, 0) > int(most):
+                text = f"{nodes} node(s) take {resource}={wanted[resource]}, and {place} allows {most}"
+                return failure("limits", text, "lower `nodes` or --nodes, or set another `qos` or `account`")
+    return ok("limits", f"{nodes} node(s) with {profile.gpus_per_node} GPUs each are allowed")
+
+
+def _tres_limits(profile: ClusterProfile, partition: str) -> Iterator[tuple[str, str]]:
+    """Yield who sets limits of resources, and the limits (node=2,gres/gpu=16), of a job, a user or all jobs."""
+    if not _has_accounting():
+        return
+    of_partition = re.search(r"\bQoS=(\S+)", partition)
+    for qos in {profile.qos, of_partition[1] if of_partition else None} - {None, "N/A"}:
+        yield (
+            f"qos {qos}",
+            slurm.call(
+                "sacctmgr", "-nP", "show", "qos", str(qos), "format=MaxTRES,MaxTRESPerUser,MaxTRESPerAccount,GrpTRES"
+            ),
+        )
+    wanted = (f"user={getpass.getuser()}", f"account={profile.account}", "format=MaxTRES,GrpTRES")
+    yield f"account {profile.account}", slurm.call("sacctmgr", "-nP", "show", "assoc", *wanted)
 
 
 def check_image(profile: ClusterProfile) -> CheckResult:

@@ -87,3 +87,35 @@ def test_doctor_names_what_would_end_a_job(
     (failed,) = [each for each in found if each.level == "failure"]
     assert fault in failed.text
     assert all(getattr(slurm_checks, f"check_{name}")(profile()).level == "ok" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"nodes": 4}, None),
+        ({"nodes": 4, "qos": "gold"}, "4 node(s) take gres/gpu=32, and qos gold allows 16"),
+        ({"nodes": 3, "partition": "small"}, "3 node(s), and the partition has MaxNodes=2"),
+        ({"nodes": 9}, "9 node(s), and the partition has TotalNodes=8"),
+        ({"nodes": 8}, "8 node(s) take gres/gpu=64, and account research allows 48"),
+        ({"nodes": 5, "qos": "gold", "gpus_per_node": 0}, None),
+    ],
+)
+def test_doctor_finds_limits_that_a_job_exceeds(
+    values: dict[str, object], fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real Slurm needs a database of accounts for such limits."""
+
+    def call(*command: str, **_: object) -> str:
+        if command[0] == "sinfo":
+            return "batch*|up\nsmall|up\n" if len(command) == 4 else "small|up\n"
+        if command[:3] == ("scontrol", "show", "config"):
+            return "AccountingStorageType = accounting_storage/slurmdbd\n"
+        if command[0] == "scontrol":
+            return f"QoS=N/A MaxNodes={2 if command[3] == 'small' else 'UNLIMITED'} TotalNodes=8\n"
+        return "gres/gpu=16|cpu=900,node=6||\n" if "qos" in command else "|gres/gpu=48\n"
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    found = slurm_checks.check_limits(profile(**values))
+    assert found.level == ("failure" if fault else "ok"), found
+    assert fault is None or found.text == fault
