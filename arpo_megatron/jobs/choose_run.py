@@ -24,6 +24,7 @@ CHANGEABLE = (
     "engine",
     "sync",
     "monitor",
+    "sandbox.urls",
     "rollout.journal_every_s",
 )
 """Config keys and sections that a resumed run may change: a longer run, another machine, another layout (checkpoints

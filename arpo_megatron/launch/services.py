@@ -19,6 +19,7 @@ from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.backend import Backend, LocalBackend
 from arpo_megatron.launch.hangs import watched_ranks
 from arpo_megatron.launch.supervisor import Supervisor
+from arpo_megatron.launch.tool_check import token_of_services
 from arpo_megatron.launch.trainer_metrics import trainer_metrics
 from arpo_megatron.monitor.events import EventReader
 from arpo_megatron.monitor.progress import Progress
@@ -91,13 +92,14 @@ def running_services(
         stack.enter_context(supervisor.serving(run, restarts=config.engine.restarts, trainer=trainer))
         sizes = config.engine if pushes else replace(config.engine, quantization="none")
         engines = [_engine(job, model, sizes, index, scratch, token) for index in range(sizes.replicas)]
-        sandbox_token = _sandbox_token()
-        sandboxes = [_sandbox(job, index, sandbox_token) for index in range(config.sandbox.replicas)]
+        given = config.sandbox.urls
+        sandbox_token = token_of_services() if given else _sandbox_token()
+        sandboxes = [] if given else [_sandbox(job, each, sandbox_token) for each in range(config.sandbox.replicas)]
         (port,) = backend.ports("rollout", 1)
         rollout = rollout_service(scratch, port, log_path=run.logs / "rollout.log", hang_timeout_s=hang_timeout_s)
         growing = [backend.wrap_service("rollout", rollout)] if rollouts else []
         # The first tool service builds the index that the others read.
-        supervisor.serve(sandboxes[0], *engines, *growing)
+        supervisor.serve(*sandboxes[:1], *engines, *growing)
         supervisor.serve(*sandboxes[1:])
         urls = tuple(engine.url for engine in engines)
         router = router_service(
@@ -112,7 +114,7 @@ def running_services(
         if router is not None:
             supervisor.serve(backend.wrap_service("router", router))
         yield ServiceEndpoints(
-            " ".join(sandbox.url for sandbox in sandboxes),
+            " ".join(given or (sandbox.url for sandbox in sandboxes)),
             urls,
             rollout_socket(scratch),
             router_url=router.url if router is not None else None,
@@ -124,7 +126,13 @@ def running_services(
 
 @contextmanager
 def tool_service(job: Job) -> Iterator[tuple[str, str]]:
-    """Start the tool service alone, on this machine, and yield its URL and token. Raises ProcessDiedError."""
+    """Start the tool service alone, on this machine, and yield its URL and token; or those of `sandbox.urls`.
+
+    Raises ProcessDiedError, or UserError if a token is missing.
+    """
+    if job.config.sandbox.urls:
+        yield " ".join(job.config.sandbox.urls), token_of_services()
+        return
     (port,) = job.backend.ports("sandbox", 1)
     token = _sandbox_token()
     sandbox = sandbox_service(job.run, port, token, hang_timeout_s=job.config.engine.hang_timeout_s)

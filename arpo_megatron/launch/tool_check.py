@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from arpo_megatron.utils.signals import run_in_loop
 from tools_sandbox import check
-from tools_sandbox.client import AsyncSandboxClient
+from tools_sandbox.client import AsyncSandboxClient, SandboxError
 from tools_sandbox.config import TOKEN_VARIABLE
 from tools_sandbox.utils.yaml import yaml_text
 
@@ -45,6 +46,8 @@ def check_isolation(config: JobConfig) -> list[str]:
         UserError: the isolation is weaker than the job accepts.
     """
     wanted = config.sandbox.isolation
+    if config.sandbox.urls:  # no tool runs on this machine
+        return []
     reached = check.check_isolation(wanted)
     if not reached.sufficient:
         raise UserError(
@@ -69,7 +72,7 @@ def check_tools_of(config: JobConfig, resumed: RunDirectory | None = None) -> li
 
 
 def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True) -> list[str]:
-    """Start the service of a job that has tools of its own, ask for its tools, and end it.
+    """Start the service of a job that has tools of its own, ask for its tools, and end it; or ask those that run.
 
     Their definitions are written to the run directory, for prompts that contain them.
 
@@ -82,7 +85,7 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
         Notes for the user.
 
     Raises:
-        UserError: the service does not start, or lacks a tool that the job names; or the environment of
+        UserError: the service does not start or answer, or lacks a tool that the job uses; or the environment of
             rollout.environment=verifiers cannot be loaded.
     """
     if config.rollout.environment == "verifiers":
@@ -94,6 +97,11 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
     named = config.rollout.tools
     if named is None:
         save_definitions(run, DEFAULT_TOOLS)
+    if config.sandbox.urls:
+        chosen = select_tools(DEFAULT_NAMES if named is None else named, _offered_by(config.sandbox.urls))
+        if named is not None:
+            save_definitions(run, chosen)
+        return []
     if not _has_own_tools(config):
         return []
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -108,7 +116,30 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
 
 
 def _has_own_tools(config: JobConfig) -> bool:
-    return config.rollout.tools is not None or config.sandbox.file is not None
+    return config.rollout.tools is not None or config.sandbox.file is not None or bool(config.sandbox.urls)
+
+
+def token_of_services() -> str:
+    """Return the token of the services of `sandbox.urls`. Raises UserError if it is not set."""
+    if not (token := os.environ.get(TOKEN_VARIABLE)):
+        raise UserError(
+            f"sandbox.urls: the token of the services is missing: export {TOKEN_VARIABLE}=..., on a cluster as one of "
+            "the profile's `secrets`"
+        )
+    return token
+
+
+def _offered_by(urls: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the tools that all these services offer, by name. Raises UserError if one differs or does not answer."""
+    token, found = token_of_services(), []
+    for url in urls:
+        try:
+            found.append(run_in_loop(_listed(url, token)))
+        except SandboxError as error:
+            raise UserError(f"sandbox.urls: {error}: start it, and compare {TOKEN_VARIABLE}") from None
+        if found[-1] != found[0]:
+            raise UserError(f"sandbox.urls: {url} offers other tools than {urls[0]}: start all with the same file")
+    return found[0]
 
 
 def mcp_tools(file: Path) -> dict[str, dict[str, Any]]:

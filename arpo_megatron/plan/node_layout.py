@@ -67,7 +67,9 @@ class NodeLayout:
             return f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
 
         last = min(self.tool_services, self.nodes)
-        services = [f"sandbox   {where(0, last)}, CPU", "rollout   node 0, CPU"] if self.engines else []
+        services = ["rollout   node 0, CPU"] if self.engines else []
+        if services and last:
+            services.insert(0, f"sandbox   {where(0, last)}, CPU")
         lines = [
             *services,
             f"trainer   {where(0, self.trainer_nodes)}, {self.ranks_per_node} rank(s) each, "
@@ -91,7 +93,8 @@ def lay_out_nodes(config: JobConfig, gpus_per_node: int, nodes: int | None) -> N
     Raises:
         UserError: the job does not fit, or nodes would have nothing to do.
     """
-    return replace(_lay_out(config, gpus_per_node, nodes), tool_services=config.sandbox.replicas)
+    services = 0 if config.sandbox.urls else config.sandbox.replicas
+    return replace(_lay_out(config, gpus_per_node, nodes), tool_services=services)
 
 
 def _lay_out(config: JobConfig, gpus_per_node: int, nodes: int | None) -> NodeLayout:

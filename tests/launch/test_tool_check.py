@@ -11,18 +11,22 @@ import yaml
 from aiohttp import web
 
 from arpo_megatron.cli.doctor import check_job_tools
+from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import write_tool_config
+from arpo_megatron.launch import services
 from arpo_megatron.launch.job import check_tools_of_run
 from arpo_megatron.launch.preflight.check import run_checks
+from arpo_megatron.launch.supervisor import Supervisor
 from arpo_megatron.launch.tool_check import check_tools, check_tools_of
 from tests.tools_sandbox.helpers.served import serving
 from tests.tools_sandbox.helpers.services import WITHOUT_NAMESPACES, running
 from tests.tools_sandbox.test_added_tools import SERVER
 from tools_sandbox.client import SandboxClient
+from tools_sandbox.config import TOKEN_VARIABLE
 
 
 def check(folder: Path, tools: list[str] | None, **values: Any) -> list[str]:
@@ -121,6 +125,41 @@ def test_job_searches_with_each_engine_and_resumed_within_its_cap(
     if engine == "serper":
         assert texts[1:3] == texts[:1] * 2 and "search.web.max_requests=2 is reached" in texts[3]
         assert len(asked) == 2, "the answer to a repeated query is kept"
+
+
+def test_job_uses_services_that_run_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "of both")
+    mcp = {"arithmetic": {**SERVER, "tools": ["add"]}}
+    with running({"mcp": mcp}) as one, running({}) as other:
+
+        def config(*urls: str, tools: str = "add") -> JobConfig:
+            return resolve.resolve(
+                "quickstart", overrides=[f"sandbox.urls=[{','.join(urls)}]", f"rollout.tools=[{tools}]"]
+            )
+
+        run = RunDirectory(tmp_path)
+        assert check_tools(config(one.url), run) == []
+        assert "add" in run.tool_definitions.read_text()
+        with (
+            Supervisor(run.logs) as supervisor,
+            services.tool_service(services.Job(config(one.url), run, supervisor)) as (url, token),
+            SandboxClient(url, token) as client,
+        ):
+            assert client.call("python", {"code": "6 * 7"}).text == "42"
+        with pytest.raises(UserError, match=rf"sandbox\.urls: {other.url} offers other tools than {one.url}"):
+            check_tools(config(one.url, other.url), run)
+        with pytest.raises(UserError, match="does not offer 'browse'"):
+            check_tools(config(other.url, tools="browse"), run)
+        monkeypatch.setenv(TOKEN_VARIABLE, "another")
+        with pytest.raises(UserError, match=rf"sandbox\.urls: .*401: start it, and compare {TOKEN_VARIABLE}"):
+            check_tools(config(one.url), run)
+        monkeypatch.delenv(TOKEN_VARIABLE)
+        with pytest.raises(UserError, match=f"the token of the services is missing: export {TOKEN_VARIABLE}"):
+            check_tools(config(one.url), run)
+    with pytest.raises(UserError, match=r"sandbox\.file is for services that the job starts"):
+        resolve.resolve("quickstart", overrides=["sandbox.urls=[http://n1:1]", "sandbox.file=tools.yaml"])
+    with pytest.raises(UserError, match=r"sandbox\.urls: 'n1:8710' does not have the form http://HOST:PORT"):
+        resolve.resolve("quickstart", overrides=["sandbox.urls=['n1:8710']"])
 
 
 def test_doctor_names_tools_that_cannot_start(tmp_path: Path) -> None:

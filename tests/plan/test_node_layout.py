@@ -103,6 +103,12 @@ def test_cpu_ranks_are_divided_among_nodes() -> None:
     assert (plan.gpus, plan.trainer_nodes, plan.ranks_per_node, places(plan)) == (0, 2, 1, [(1, 0)])
 
 
+def test_job_with_tool_services_elsewhere_starts_none() -> None:
+    job = resolve.resolve("quickstart", overrides=["platform=cpu", "sandbox.urls=[http://n9:8710]"])
+    layout = lay_out_nodes(job, 0, 2)
+    assert layout.tool_services == 0 and not any("sandbox" in line for line in layout.describe())
+
+
 @pytest.mark.parametrize(
     ("engine", "gpus", "nodes", "message"),
     [

@@ -56,8 +56,8 @@ def machine_checks(*, gpus: int, on_gpus: bool, config: JobConfig | None = None)
 
 
 def _calls_tools(config: JobConfig | None) -> bool:
-    """Return whether the job starts a tool service; a cold start alone does not."""
-    return config is None or not config.sft_only
+    """Return whether the job starts a tool service; a cold start alone, or one with `sandbox.urls`, does not."""
+    return config is None or not (config.sft_only or config.sandbox.urls)
 
 
 def job_checks(config: JobConfig, run: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> list[Check]:
