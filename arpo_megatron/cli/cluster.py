@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo_megatron.cli.jobs import following, submit_following
+from arpo_megatron.cli.jobs import following
 from arpo_megatron.cli.options import (
     ClusterOfRun,
     ConfigFile,
@@ -27,7 +27,6 @@ from arpo_megatron.jobs import resolve
 
 if TYPE_CHECKING:
     from arpo_megatron.cluster.profile import ClusterProfile
-    from arpo_megatron.jobs.run_directory import RunDirectory
 
 app = typer.Typer()
 
@@ -99,11 +98,7 @@ def submit_recipe(
     job = _resolved(recipe, profile, nodes or profile.nodes, overrides, config)
     if only_sft and job.sft.steps == 0:
         raise UserError(f"recipe {recipe} has no cold start; add one with sft.steps=N")
-    found = _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run, only_sft=only_sft)
-    if found is not None:
-        submit_following(found[0], cluster, commands, found[1])
-    elif commands:
-        print(f"# then, after this job: {', '.join(f'arpo {each}' for each in commands)}")
+    _submit(job, profile, nodes=nodes, chain=chain, force=force, dry_run=dry_run, only_sft=only_sft, then=commands)
 
 
 @app.command(rich_help_panel=Panel.CLUSTER)
@@ -174,24 +169,29 @@ def _submit(
     dry_run: bool = False,
     resuming: bool = False,
     only_sft: bool = False,
-) -> "tuple[RunDirectory, list[str]] | None":
-    """Submit a job and return its run and the ids of its jobs; None after a dry run."""
+    then: Sequence[str] = (),
+) -> None:
+    """Submit a job and those that follow it, or print what would be submitted."""
     from arpo_megatron.cluster import submit as submitting
     from arpo_megatron.cluster.runs import address, address_words
+    from arpo_megatron.cluster.submit_run import submit_run
 
-    submission = submitting.prepare_submission(
-        job, profile, nodes=nodes, chain=chain, resume=resuming, only_sft=only_sft
-    )
     if dry_run:
+        submission = submitting.prepare_submission(
+            job, profile, nodes=nodes, chain=chain, resume=resuming, only_sft=only_sft
+        )
         print(submitting.dry_run(submission))
+        if then:
+            print(f"# then, after this job: {', '.join(f'arpo {each}' for each in then)}")
         next_after_dry_run()
-        return None
-    jobs = submitting.submit_jobs(submission, force=force)
-    run, name = submission.run, address(submission.run)
-    print(f"{run.path.name}: job {', '.join(jobs)}, run directory {run.path}")
+        return
+    submitted = submit_run(
+        job, profile, nodes=nodes, chain=chain, resume=resuming, only_sft=only_sft, then=then, force=force
+    )
+    print(submitted)
+    name = address(submitted.run)
     print(f"arpo status {name} | arpo logs {name} --follow | arpo cancel {name}")
-    next_command("arpo", "logs", *address_words(run), "--follow")
-    return run, jobs
+    next_command("arpo", "logs", *address_words(submitted.run), "--follow")
 
 
 @app.command(rich_help_panel=Panel.CLUSTER)

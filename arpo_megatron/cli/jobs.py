@@ -1,14 +1,9 @@
 """`--cluster` of `arpo eval`, `export`, `serve` and `sft`, and `--then` of `arpo submit`: jobs of their own."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from arpo_megatron.cli.options import next_after_dry_run, next_command
 from arpo_megatron.errors import UserError
-
-if TYPE_CHECKING:
-    from arpo_megatron.jobs.run_directory import RunDirectory
 
 FOLLOWING = ("eval", "export")
 """Commands that `--then` accepts."""
@@ -60,17 +55,6 @@ def following(text: str | None) -> list[str]:
     if unknown := [each for each in commands if each not in FOLLOWING]:
         raise UserError(f"--then {unknown[0]}: use {' or '.join(FOLLOWING)}, separated by a comma")
     return commands
-
-
-def submit_following(run: "RunDirectory", cluster: str, commands: Sequence[str], after: Sequence[str]) -> None:
-    """Submit commands for a run that start when its jobs have ended, each after the one before."""
-    from arpo_megatron.cluster.commands import submit_command as submit
-    from arpo_megatron.cluster.profile import load_profile
-
-    for command in commands:
-        job = submit(run, load_profile(cluster), [command, str(run.path)], after)
-        print(f"{run.path.name}: job {job} then runs arpo {command}")
-        after = [job]
 
 
 def step_model(target: str, step: int, model: str | None) -> str:

@@ -7,9 +7,11 @@
 
     nemorun arpo train job=deepsearch_14b job.model.path=DIR job.train.steps=10
     nemorun arpo train "job=quickstart(preset='grpo')"
+    nemorun arpo submit job=deepsearch_14b cluster=h100 then=export,eval
+    nemorun arpo eval target=runs/deepsearch_14b-arpo-seed1 cluster=h100
 
     with run.Experiment("search") as experiment:
-        experiment.add(run.Partial(train, job=job), executor=run.SlurmExecutor(...))
+        experiment.add(run.Partial(train, job=job), executor=slurm_executor("h100", nodes=4))
         experiment.run()
 
 nemo-run builds a `JobConfig` from such a config; it is validated like a config of the command line. An executor with
@@ -22,6 +24,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -31,7 +34,10 @@ from fiddle import daglish
 from nemo_run.cli import cli_parser
 from nemo_run.core.serialization.yaml import _config_representer
 
+from arpo_megatron.cli.jobs import following
 from arpo_megatron.cluster import executor_tasks
+from arpo_megatron.cluster.executor import profile_of_executor, slurm_executor
+from arpo_megatron.cluster.submit_run import SubmittedRun, submit_run
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
@@ -48,6 +54,8 @@ daglish.register_node_traverser(
     path_elements_fn=lambda _: (daglish.Index(0),),
 )
 yaml.SafeDumper.add_representer(PosixPath, lambda dumper, path: dumper.represent_str(str(path)))
+
+__all__ = ["evaluate", "export", "factories", "sft", "slurm_executor", "submit", "train"]
 
 Factory = Callable[..., "run.Config[JobConfig]"]
 
@@ -126,27 +134,85 @@ def train(job: JobConfig, resume: bool = False) -> None:
     """
     from arpo_megatron.launch.job import run_job
 
-    _start(job, resume, run_job)
+    _start(job, resume, run_job, only_sft=False)
 
 
 def sft(job: JobConfig, resume: bool = False) -> None:
-    """Run only the cold start of a recipe and export the model, on one machine."""
+    """Run only the cold start of a recipe and export the model, where `train` would run."""
     from arpo_megatron.launch.job import run_sft
 
-    _start(job, resume, run_sft)
+    _start(job, resume, run_sft, only_sft=True)
 
 
-def _start(job: JobConfig, resume: bool, on_this_machine: Callable[..., object]) -> None:
+def _start(job: JobConfig, resume: bool, on_this_machine: Callable[..., object], *, only_sft: bool) -> None:
     job = resolve.with_overrides(job, ())
-    nodes = executor_tasks.nodes_of_executor()
-    if nodes > 1 and on_this_machine.__name__ == "run_sft" and not job.sft_only:
-        raise UserError(f"arpo sft takes one node, and this executor has {nodes}: set its nodes to 1")
-    with executor_tasks.first_task((job.run_dir.parent if job.run_dir else RUNS).absolute()) as first:
-        if first and nodes > 1:
-            executor_tasks.run_on_allocation(job, resume=resume)
+    allocated = profile_of_executor() is not None or executor_tasks.nodes_of_executor() > 1
+    with _once(job.run_dir or RUNS / job.name) as first:
+        if first and allocated:
+            executor_tasks.run_on_allocation(job, resume=resume, only_sft=only_sft)
         elif first:
             on_this_machine(job, resume=resume)
 
 
-run.cli.entrypoint(namespace="arpo", help="Train a recipe on this machine, like `arpo train`.")(train)
-run.cli.entrypoint(namespace="arpo", help="Run only the cold start of a recipe, like `arpo sft`.")(sft)
+def export(run_dir: str, step: int | None = None, out: str | None = None, cluster: str | None = None) -> None:
+    """Convert a checkpoint of a run to a Hugging Face directory, like `arpo export`."""
+    from arpo_megatron.cli.main import export as command
+
+    with _once(run_dir) as first:
+        if first:
+            command(run_dir, step=step, out=None if out is None else Path(out), cluster=cluster)
+
+
+def evaluate(
+    target: str,
+    overrides: list[str] | None = None,
+    suite: str | None = None,
+    k: int = 1,
+    step: int | None = None,
+    data: str | None = None,
+    skip_missing: bool = False,
+    out: str | None = None,
+    cluster: str | None = None,
+) -> None:
+    """Answer benchmarks or held-out tasks with a model and tools, like `arpo eval`."""
+    from arpo_megatron.cli.evaluation import DATA
+    from arpo_megatron.cli.evaluation import evaluate as command
+
+    with _once(target) as first:
+        if first:
+            command(
+                target,
+                overrides or [],
+                suite=suite,
+                k=k,
+                step=step,
+                data=DATA if data is None else Path(data),
+                skip_missing=skip_missing,
+                out=None if out is None else Path(out),
+                cluster=cluster,
+            )
+
+
+def submit(
+    job: JobConfig, cluster: str, nodes: int | None = None, chain: int = 1, then: str | None = None, force: bool = False
+) -> SubmittedRun:
+    """Submit a recipe to a Slurm cluster, like `arpo submit`. `job` has the layout: `RECIPE(variants='4nodes')`."""
+    submitted = submit_run(job, cluster, nodes=nodes, chain=chain, then=following(then), force=force)
+    print(submitted)
+    return submitted
+
+
+def _once(run: str | Path) -> AbstractContextManager[bool]:
+    """Yield True in the first of an executor's tasks for a run; the others wait. Raises UserError."""
+    executor_tasks.check_launcher()
+    return executor_tasks.first_task(Path(run).absolute().parent)
+
+
+for _function, _name, _help in (
+    (train, "train", "Train a recipe, like `arpo train`."),
+    (sft, "sft", "Run only the cold start of a recipe, like `arpo sft`."),
+    (evaluate, "eval", "Evaluate a run, a model or a server, like `arpo eval`."),
+    (export, "export", "Export a checkpoint of a run, like `arpo export`."),
+    (submit, "submit", "Submit a recipe to a Slurm cluster, like `arpo submit`."),
+):
+    run.cli.entrypoint(namespace="arpo", name=_name, help=_help)(_function)

@@ -9,6 +9,8 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `submit` | recipe, profile and code -> nemo-run -> sbatch |
 | `files_before` | the files of a run before a submission |
 | `packager` | the archive of the code that nemo-run sends with the job |
+| `submit_run` | `arpo submit` as a Python function |
+| `executor` | nemo-run's executor for a profile |
 | `submission` | a job that is ready to be submitted |
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
 | `commands` | `arpo eval` and `arpo export` as jobs of their own |
@@ -18,7 +20,7 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |
 | `backend` | srun commands for the processes of a job |
-| `executor_tasks` | a job that the tasks of a nemo-run executor start together |
+| `executor_tasks` | a job that the tasks of a nemo-run executor start together, and its requeues |
 | `rank` | a trainer rank's environment from Slurm's variables |
 | `runs` | `arpo status`, `logs`, `health` and `cancel` |
 | `ssh` | the same commands on a login node that is reached over SSH |

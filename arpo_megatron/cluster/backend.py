@@ -207,8 +207,12 @@ class SlurmBackend:
     def _container(self) -> list[str]:
         if self.profile.container is None:
             return []
-        # The code is in the run directory too. Every step has its own /tmp, so sockets are in the scratch directory.
-        mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in (self.run.path, self._scratch))]
+        # The code is in the run directory, or with a nemo-run executor in the directory of its experiment. Every step
+        # has its own /tmp, so sockets are in the scratch directory.
+        places = [self.run.path, self._scratch]
+        if not Path.cwd().is_relative_to(self.run.path):
+            places.append(Path.cwd())
+        mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in places)]
         # pyxis unpacks the image once for a name: the doctor's step does it on every node, and later steps use that.
         # The image's ENV would win over variables that are not named here.
         names = sorted({*OWN_VARIABLES, *self.profile.environment, *self.profile.secrets})

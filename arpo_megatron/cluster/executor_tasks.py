@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from arpo_megatron.cluster.executor import profile_of_executor
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.submissions import submissions_of
 from arpo_megatron.cluster.submit import prepare_submission
@@ -22,7 +24,7 @@ from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
 from arpo_megatron.jobs import choose_run, run_directory
-from arpo_megatron.utils.atomic import write_json
+from arpo_megatron.utils.atomic import read_json, write_json
 
 _NUMBER_AND_COUNT = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Variables with the number of a task, and with the number of all tasks."""
@@ -36,6 +38,8 @@ _TASKS_OF = (
 """Variables that name the tasks which were started together."""
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher's ranks. Processes of the job would take themselves for such a rank."""
+_OF_LAUNCHER_FT = ("FAULT_TOL_", "FT_RANK_MONITOR_")
+"""Beginnings of the variables that nemo-run's launcher `ft` sets for its tasks."""
 _POLL_S = 0.5
 _LEAVE_S = 30.0
 """How long the first task waits for the others at the end. A job may fail before the others have begun."""
@@ -52,7 +56,7 @@ def first_task(folder: Path) -> Iterator[bool]:
     names = [os.environ[name] for name in _TASKS_OF if name in os.environ]
     for name in _OF_A_RANK:
         os.environ.pop(name, None)
-    if not names:  # no launcher
+    if not names or count == 1:  # no launcher, or nothing to share
         yield True
         return
     here = folder / f".tasks-{'-'.join(names)}".replace("/", "-")
@@ -83,13 +87,29 @@ def _number_and_count() -> tuple[int, int]:
     return 0, 1
 
 
+def check_launcher() -> None:
+    """Raise UserError in a task of nemo-run's launcher `ft`, which would end ranks that send it no heartbeats."""
+    if any(name.startswith(_OF_LAUNCHER_FT) for name in os.environ):
+        raise UserError(
+            "nemo-run's launcher ft cannot start a job: leave out launcher=, or use torchrun. With slurm_executor(), "
+            "`restarts` in the cluster profile restarts failed and hanging jobs"
+        )
+
+
 def nodes_of_executor() -> int:
     """Return the number of nodes of the Slurm allocation around this process; 1 outside Slurm."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
 
 
-def run_on_allocation(config: JobConfig, *, resume: bool) -> None:
+def run_on_allocation(config: JobConfig, *, resume: bool, only_sft: bool = False) -> None:
     """Run a job on all nodes of the allocation that a nemo-run executor made, with this task as the supervisor.
+
+    A job that Slurm has requeued continues its run.
+
+    Args:
+        config: config of the job.
+        resume: continue the newest run of this config.
+        only_sft: end after the cold start.
 
     Raises:
         UserError: the job does not fit the nodes, or srun is missing, as in a container.
@@ -100,28 +120,49 @@ def run_on_allocation(config: JobConfig, *, resume: bool) -> None:
             "srun is not on the PATH of this task, and a job on several nodes starts its processes with it: "
             "run the executor without container_image, or use arpo submit"
         )
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or gpu_count(config.platform))
-    # `gres` fits an allocation however its GPUs were requested.
-    where = (config.run_dir or Path.cwd() / run_directory.RUNS).absolute()
-    profile = ClusterProfile(
-        account=os.environ.get("SLURM_JOB_ACCOUNT", "none"),
-        runs=where.parent if config.run_dir else where,
-        gpus_per_node=gpus,
-        gpu_request="gres" if "SLURM_GPUS_ON_NODE" in os.environ else "none",
-        python=Path(sys.executable),
-        requeue=False,
-    )
-    submission = prepare_submission(config, profile, nodes=nodes_of_executor(), resume=resume)
+    profile = profile_of_executor() or _plain_profile(config)
+    requeued = _requeued_run((config.run_dir.absolute().parent if config.run_dir else profile.runs).expanduser())
+    if requeued is not None:
+        config = replace(config, run_dir=requeued)
+    again = resume or requeued is not None
+    submission = prepare_submission(config, profile, nodes=nodes_of_executor(), resume=again, only_sft=only_sft)
     run = submission.run
-    if not resume:
+    if not again:
         choose_run.fresh(submission.config)
     save_config(submission.config, run.config)
     run.logs.mkdir(exist_ok=True)
     run.submissions.mkdir(exist_ok=True)
     save_profile(profile, run.cluster)
-    write_json(
-        run.submissions / f"{len(submissions_of(run)) + 1}.json",
-        submission.record([os.environ["SLURM_JOB_ID"]], os.environ.get("SLURM_JOB_NAME", "")),
-    )
-    if code := supervise(run.path, ()):
+    if requeued is None:
+        write_json(
+            run.submissions / f"{len(submissions_of(run)) + 1}.json",
+            submission.record([os.environ["SLURM_JOB_ID"]], os.environ.get("SLURM_JOB_NAME", "")),
+        )
+    if code := supervise(run.path, (), only_sft=only_sft):
         raise SystemExit(code)
+
+
+def _plain_profile(config: JobConfig) -> ClusterProfile:
+    """Return a profile for an executor that has none: the nodes as they are, without containers and requeues."""
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or gpu_count(config.platform))
+    where = (config.run_dir or Path.cwd() / run_directory.RUNS).absolute()
+    return ClusterProfile(
+        account=os.environ.get("SLURM_JOB_ACCOUNT", "none"),
+        runs=where.parent if config.run_dir else where,
+        gpus_per_node=gpus,
+        # `gres` fits an allocation however its GPUs were requested.
+        gpu_request="gres" if "SLURM_GPUS_ON_NODE" in os.environ else "none",
+        python=Path(sys.executable),
+        requeue=False,
+    )
+
+
+def _requeued_run(base: Path) -> Path | None:
+    """Return the run in `base` that this job began before Slurm requeued it; None if it began none."""
+    if not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        return None
+    for record in base.glob("*/submissions/[0-9]*.json"):
+        found = read_json(record, "delete it")
+        if os.environ["SLURM_JOB_ID"] in found["jobs"] and os.environ.get("SLURM_JOB_NAME", "") == found["job_name"]:
+            return record.parents[1]
+    return None

@@ -1,5 +1,6 @@
 """Profiles of clusters: `slurm/clusters/NAME.yaml`, which the package contains, or any file with the same keys."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -272,6 +273,16 @@ def save_profile(profile: ClusterProfile, path: Path) -> None:
     """Write the profile for the job, which reads it with `load_profile`."""
     plain = _PROFILE.dump_python(profile, mode="json")
     path.write_text(yaml_text(plain), encoding="utf-8")
+
+
+def profile_text(profile: ClusterProfile) -> str:
+    """Return the profile as one line of text."""
+    return _PROFILE.dump_json(profile).decode()
+
+
+def profile_from_text(text: str, where: str) -> ClusterProfile:
+    """Return the profile of `profile_text`. Raises UserError with one line that starts with `where`."""
+    return check_profile(json.loads(text), where)
 
 
 def _expanded(value: Any, where: str) -> Any:

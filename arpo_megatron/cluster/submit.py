@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.backend import OWN_VARIABLES, gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.dry_run import forecast_lines
+from arpo_megatron.cluster.executor import submission_executor, supervisor_python
 from arpo_megatron.cluster.files_before import FilesBefore
 from arpo_megatron.cluster.mounts import in_container, on_host
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
@@ -36,9 +35,10 @@ from arpo_megatron.plan import plan
 from arpo_megatron.plan.node_layout import lay_out_nodes, with_placement
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.signals import Interrupted, interrupts_held_back, interrupts_ignored
+from tools_sandbox.config import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from nemo_run import Experiment, SlurmExecutor
+    from nemo_run import Experiment
 
 JOB = "arpo_megatron.cluster"
 ONLY_SFT = "--sft"
@@ -46,8 +46,6 @@ ONLY_SFT = "--sft"
 UNSAFE = re.compile(r"[^A-Za-z0-9_@+=./-]")
 """A character that no path in the batch script may have: it is shell syntax, or special to sbatch (%), PYTHONPATH (:)
 or mounts (,)."""
-WAIT_FOR_SRUN = "trap : TERM USR1"
-"""Line of the batch script. On a signal, the shell then waits for the end of the supervisor, which receives it too."""
 
 
 def prepare_submission(
@@ -82,7 +80,7 @@ def prepare_submission(
         path = choose_run.existing(config, base).path
     path = path.expanduser().absolute()
     _check_path("the run directory", path)
-    _check_path("python:", _python(profile))
+    _check_path("python:", supervisor_python(profile))
     config = replace(config, run_dir=path)
     hardware = profile.hardware() if profile.gpus_of(config) else None
     run = RunDirectory(path)
@@ -98,11 +96,6 @@ def _check_path(name: str, path: Path) -> None:
             f"{name} {str(path)!r} has {found[0]!r} in it, which a batch script cannot hold: "
             "use letters, digits and _@+=./- only"
         )
-
-
-def _python(profile: ClusterProfile) -> Path:
-    """Return the Python of the supervisor."""
-    return (profile.python or Path(sys.executable)).expanduser()
 
 
 def dry_run(submission: Submission) -> str:
@@ -157,6 +150,8 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
     webhook = submission.config.monitor.webhook_variable
     if webhook is not None and webhook not in submission.profile.secrets:
         raise UserError(f"monitor.webhook_variable={webhook}: name it in the profile: `secrets: {{{webhook}: env}}`")
+    if submission.config.sandbox.urls and TOKEN_VARIABLE not in submission.profile.secrets:
+        raise UserError(f"sandbox.urls: name their token in the profile: `secrets: {{{TOKEN_VARIABLE}: env}}`")
     slurm.call("sbatch", "--version")
     code = snapshot()
     try:
@@ -273,7 +268,7 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Exp
     script = nemo_run.Script(
         path=JOB,
         m=True,
-        entrypoint=str(_python(submission.profile)),
+        entrypoint=str(supervisor_python(submission.profile)),
         args=[str(submission.run.path), *submission.arguments],
     )
     # nemo-run calls git in the working directory, and its commands would read our standard input.
@@ -282,7 +277,7 @@ def _experiment(submission: Submission, home: Path, code: Code) -> "Iterator[Exp
             name, id=f"{name}_{time.time_ns()}", log_level="ERROR", clean_mode=True, skip_status_at_exit=True
         )
         with experiment:
-            experiment.add(script, executor=_executor(submission, code), name="job", tail_logs=False)
+            experiment.add(script, executor=submission_executor(submission, code), name="job", tail_logs=False)
             yield experiment
 
 
@@ -295,48 +290,6 @@ def _empty_stdin() -> Iterator[None]:
             yield
         finally:
             sys.stdin = before
-
-
-def _executor(submission: Submission, code: Code) -> "SlurmExecutor":
-    import nemo_run
-    from nemo_run.core.execution.slurm import SlurmJobDetails
-
-    from arpo_megatron.cluster.packager import TreePackager
-
-    profile, layout = submission.profile, submission.layout
-    more: dict[str, Any] = dict(profile.sbatch)
-    for option in gpu_options(profile, layout):
-        name, _, amount = option.removeprefix("--").partition("=")
-        more[name.replace("-", "_")] = amount
-    if submission.chain > 1:
-        more["dependency"] = "singleton"
-    if submission.after:
-        more["dependency"] = f"afterany:{':'.join(submission.after)}"
-    # Not as nemo-run's env_vars: it writes their names in upper case, and some (http_proxy) are in lower case.
-    exports = [f"export {k}={shlex.quote(v)}" for k, v in profile.environment.items() if k not in OWN_VARIABLES]
-    return nemo_run.SlurmExecutor(
-        account=profile.account,
-        partition=profile.partition,
-        qos=profile.qos,
-        time=profile.time,
-        nodes=layout.nodes,
-        ntasks_per_node=layout.ranks_per_node,
-        exclusive=profile.exclusive or None,
-        mem=profile.mem,
-        signal=f"USR1@{profile.signal_s}",
-        job_name_prefix="",
-        job_details=SlurmJobDetails(job_name=submission.job_name, folder=str(submission.logs)),
-        # One supervisor, outside the container, which lacks srun. It must be on the first node, as the layout has it:
-        # Slurm prefers another node while the step with which nemo-run reads the node's address is ending.
-        srun_args=["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
-        container_image=None,
-        env_vars=dict(OWN_VARIABLES),
-        additional_parameters=more,
-        setup_lines="\n".join([*exports, WAIT_FOR_SRUN]),
-        tunnel=nemo_run.LocalTunnel(job_dir=""),
-        packager=TreePackager(clone=str(ROOT), tree=code.tree),
-        poll_estimated_start_time=False,
-    )
 
 
 def _refusal(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Recipes for nemo-run: factories in Python, and jobs from the nemorun command line."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -44,8 +45,8 @@ def test_every_recipe_survives_nemo_runs_serializers() -> None:
     for factory in nemo.factories.values():
         job = factory()
         job.model.path = Path("/models/mine")
-        for function in (nemo.train, nemo.sft):
-            task = run.Partial(function, job=job)
+        for function, more in ((nemo.train, {}), (nemo.sft, {}), (nemo.submit, {"cluster": "h100"})):
+            task = run.Partial(function, job=job, **more)
             assert ZlibJSONSerializer().deserialize(ZlibJSONSerializer().serialize(task)) == task
             assert "path: /models/mine\n" in YamlSerializer().serialize(task)
 
@@ -121,6 +122,50 @@ def test_nemorun_accepts_recipe_variants_preset_and_overrides(environment: dict[
     for text in ("PosixPath('/models/14b')", "fp8='blockwise'", "data=8", "lr=2e-06", "branching='grpo'"):
         assert text in done.stdout
     assert not list(tmp_path.glob("runs"))
+
+
+def test_plug_in_of_an_experiment_changes_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nemo_run as run
+
+    from arpo_megatron.cli import nemo
+
+    class Longer(run.Plugin):
+        def setup(self, task: run.Partial, executor: run.Executor) -> None:
+            task.job.train.steps = 7
+            executor.env_vars["NOTE"] = "of a plug-in"
+
+    experiments = importlib.import_module("nemo_run.run.experiment")  # `nemo_run.run` is also a function
+    monkeypatch.setattr(experiments, "get_nemorun_home", lambda: str(tmp_path))
+    task, executor = run.Partial(nemo.train, job=nemo.factories["quickstart"]()), run.LocalExecutor()
+    with run.Experiment("here", skip_status_at_exit=True) as experiment:
+        experiment.add(task, executor=executor, plugins=[Longer()], name="job")
+        (added,) = experiment.jobs
+    assert added.task.job.train.steps == 7
+    assert added.executor.env_vars == {"NOTE": "of a plug-in"}
+
+
+def test_task_of_a_refused_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arpo_megatron.cli import nemo
+
+    monkeypatch.setenv("FAULT_TOL_CFG_PATH", "/nemo_run/ft.yml")
+    for start in (lambda: nemo.train(resolve.resolve("quickstart")), lambda: nemo.export("runs/none")):
+        with pytest.raises(UserError, match="nemo-run's launcher ft cannot start a job: leave out launcher="):
+            start()
+
+
+def test_nemorun_parses_the_other_commands() -> None:
+    from arpo_megatron.cli import nemo
+
+    words = {
+        nemo.export: ["run_dir=runs/x", "step=3", "out=there", "cluster=h100"],
+        nemo.evaluate: ["target=runs/x", "overrides=['evaluation.temperature=0']", "k=2", "suite=deepsearch,gaia"],
+        nemo.submit: ["job=quickstart", "cluster=h100", "nodes=2", "then=export,eval"],
+    }
+    export, evaluation, submit = (function.cli_entrypoint.parse_partial(each) for function, each in words.items())
+    assert (export.step, export.out, export.cluster) == (3, "there", "h100")
+    assert (evaluation.overrides, evaluation.suite) == (["evaluation.temperature=0"], "deepsearch,gaia")
+    assert (submit.nodes, submit.then, submit.job.name) == (2, "export,eval", "quickstart")
+    assert [function.cli_entrypoint.name for function in words] == ["export", "eval", "submit"]
 
 
 def test_nemorun_reports_why_a_job_cannot_start(environment: dict[str, str], tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from arpo_megatron.cluster import runs
 from arpo_megatron.cluster.commands import _address_of_server
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submit import dry_run
+from arpo_megatron.cluster.submit_run import submit_run
 from arpo_megatron.errors import UserError
+from arpo_megatron.jobs import resolve
 from tests.cluster.onebox import Onebox
 from tests.cluster.stand_in import PLAIN, Queue, profile
 
@@ -56,6 +58,21 @@ def test_commands_that_follow_a_training_wait_for_it(
     assert set(queue.jobs.values()) == {"CANCELLED"}
 
 
+def test_python_function_submits_as_the_command_does(queue: Queue, tmp_path: Path) -> None:
+    job = resolve.resolve("quickstart", overrides=["platform=cpu"])
+    submitted = submit_run(job, str(tmp_path / "here.yaml"), chain=2, then=["export"])
+    assert (submitted.jobs, submitted.following) == (("4711", "4712"), (("export", "4713"),))
+    assert str(submitted) == (
+        f"quickstart-arpo-seed1: job 4711, 4712, run directory {tmp_path / 'quickstart-arpo-seed1'}\n"
+        "quickstart-arpo-seed1: job 4713 then runs arpo export"
+    )
+    queue.takes = 4
+    with pytest.raises(UserError, match=r"export: sbatch refused .*; submitted before it: \S+-2: job 4714, run"):
+        submit_run(job, profile(runs=str(tmp_path)), then=["export"])
+    with pytest.raises(UserError, match="only `arpo submit` reaches the login node me@there over SSH"):
+        submit_run(job, profile(ssh="me@there", python="/p/python"))
+
+
 def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) -> None:
     place = ("--cluster", tmp_path / "here.yaml")
     arpo("sft", "quickstart", "platform=cpu", *place)
@@ -78,6 +95,18 @@ def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) 
         arpo("submit", "quickstart", *place, "--then", "serve")
 
 
+def test_run_of_32_ranks_is_exported_by_one_process(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.cluster.submit.check_files", lambda *_: None)  # the weights are not here
+    place = ("--cluster", tmp_path / "here.yaml")
+    arpo("submit", "deepsearch_14b+4nodes", *place)
+    (training,) = queue.sent
+    assert training.config.parallel.world_size == 32 and training.layout.nodes == 4
+    script = arpo("export", training.run.path.name, "--step", "60", "--dry-run", *place)
+    assert "#SBATCH --nodes=1\n" in script and "#SBATCH --ntasks-per-node=1\n" in script
+
+
 def test_server_listens_on_its_node_at_a_port_of_the_profile() -> None:
     ports = (28000, 28100)
     node = Node("n1", "127.0.0.1")
@@ -90,8 +119,10 @@ def test_server_listens_on_its_node_at_a_port_of_the_profile() -> None:
 @pytest.mark.slurm_campaign
 @pytest.mark.timeout(1800)
 def test_training_is_followed_by_an_export_and_an_evaluation(box: Onebox) -> None:
-    job = box.submit_run("chain", "sft.steps=0", "train.steps=1", options=("--then", "export,eval"))
+    wandb = "monitor.wandb=offline"
+    job = box.submit_run("chain", "sft.steps=0", "train.steps=1", wandb, options=("--then", "export,eval"))
     assert job.end() == "COMPLETED", str(job)
+    assert f"wandb: wandb sync {job.run}/wandb/offline-run-" in job.log()
     _, export, evaluation = (
         line.split()[1] for line in box.arpo("status", str(job.run)).splitlines() if "job " in line
     )

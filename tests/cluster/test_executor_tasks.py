@@ -1,12 +1,17 @@
 """Jobs started by nemo-run's own executors: one job however many tasks the executor has."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from arpo_megatron.cluster import executor_tasks
+from arpo_megatron.cluster.executor import profile_of_executor, slurm_executor
+from arpo_megatron.cluster.profile import load_profile
 from tests.cluster.onebox import ROOT, TINY, Job, Onebox
 
 SHARE = """
@@ -24,7 +29,7 @@ print(first, (folder / "runs").exists())
 EXPERIMENT = """
 import sys
 import nemo_run as run
-from arpo_megatron.cli.nemo import factories, train
+from arpo_megatron.cli.nemo import factories, slurm_executor, train
 from arpo_megatron.jobs import resolve
 from pathlib import Path
 
@@ -41,9 +46,11 @@ if sys.argv[1] == "slurm":
     )
 else:
     executor = run.LocalExecutor(ntasks_per_node=3, launcher="torchrun")
+if sys.argv[1].endswith(".yaml"):
+    executor = slurm_executor(sys.argv[1], nodes=2)
 with run.Experiment("job", clean_mode=True) as experiment:
     experiment.add(run.Partial(train, job=job), executor=executor, name="job", tail_logs=False)
-    experiment.run(detach=sys.argv[1] == "slurm")
+    experiment.run(detach=sys.argv[1] != "local")
 """
 
 
@@ -112,3 +119,60 @@ def test_slurm_executor_with_several_tasks_trains_one_run_on_all_its_nodes(box: 
     assert [row["step"] for row in job.rows()] == [1]
     assert f"job {number} COMPLETED" in box.arpo("status", str(run))
     assert not list(box.runs.glob(".tasks-*")) and job.nothing_is_left()
+
+
+@pytest.mark.slurm_campaign
+@pytest.mark.timeout(1800)
+def test_executor_of_a_profile_restarts_a_job_whose_rank_was_killed(box: Onebox) -> None:
+    profile = box.profile("restarts", restarts=1, environment={"NOTE": "of the profile"})
+    run = train(box, profile, "restarted", "train.steps=6", "train.save_every=1")
+    number = box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split()[0]
+    job = Job(box, run, [number])
+    job.wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step_*[0-9]")))
+    ranks = job.processes("arpo_megatron.cluster.rank")
+    assert {rank.environ()["NOTE"] for rank in ranks} == {"of the profile"}
+    ranks[0].kill()
+    job.wait_for("requeue", lambda: job.shown("Restarts") == "1")
+    assert job.end() == "COMPLETED", str(job)
+    assert [row["step"] for row in job.rows()] == [*range(1, 7)]
+    assert job.nothing_is_left()
+
+
+def test_executor_of_a_profile_has_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nemo_run", reason="nemo-run is not installed (the `slurm` extra)")
+    values = {
+        "account": "research",
+        "runs": str(tmp_path),
+        "container": "/images/it's.sqsh",
+        "python": "/opt/arpo/bin/python",
+        "environment": {"NOTE": "two words"},
+        "restarts": 2,
+        "sbatch": {"constraint": "h100"},
+    }
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(values))
+    executor = slurm_executor(str(tmp_path / "here.yaml"), nodes=4)
+    assert (executor.account, executor.nodes, executor.ntasks_per_node) == ("research", 4, 1)
+    assert executor.container_image is None, "the supervisor needs srun"
+    assert executor.additional_parameters == {"constraint": "h100", "gpus_per_node": "8"}
+    shown = 'echo "$NOTE"; echo "$PATH" | cut -d: -f1; echo "$ARPO_CLUSTER_PROFILE"'
+    done = subprocess.run(
+        ["bash", "-c", f"{executor.setup_lines}\n{shown}"], capture_output=True, text=True, check=True
+    )
+    note, first, text = done.stdout.splitlines()
+    assert (note, first) == ("two words", "/opt/arpo/bin")
+    monkeypatch.setenv("ARPO_CLUSTER_PROFILE", text)
+    assert profile_of_executor() == load_profile(str(tmp_path / "here.yaml"))
+
+
+def test_requeued_executor_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, job in (("mine", "7"), ("other", "8")):
+        (tmp_path / name / "submissions").mkdir(parents=True)
+        record = {"jobs": [job], "job_name": "search"}
+        (tmp_path / name / "submissions" / "1.json").write_text(json.dumps(record))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NAME", "search")
+    assert executor_tasks._requeued_run(tmp_path) is None, "a job that starts for the first time"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert executor_tasks._requeued_run(tmp_path) == tmp_path / "mine"
+    monkeypatch.setenv("SLURM_JOB_NAME", "another user of this number")
+    assert executor_tasks._requeued_run(tmp_path) is None

@@ -176,7 +176,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
         found.append(submission)
         return ["1"]
 
-    monkeypatch.setattr("arpo_megatron.cluster.submit.submit_jobs", note)
+    monkeypatch.setattr("arpo_megatron.cluster.submit_run.submit_jobs", note)
     return found
 
 
@@ -347,9 +347,16 @@ def test_batch_script_follows_the_profile(tmp_path: Path) -> None:
     assert "# engine-7  node 2, GPU 7" in text
 
 
-def test_webhook_that_the_nodes_would_not_know_is_not_submitted() -> None:
-    config = resolve.resolve("quickstart", overrides=["monitor.webhook_variable=ARPO_WEBHOOK"])
-    with pytest.raises(UserError, match=r"name it in the profile: `secrets: \{ARPO_WEBHOOK: env\}`"):
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("monitor.webhook_variable=ARPO_WEBHOOK", "ARPO_WEBHOOK"),
+        ("sandbox.urls=[http://n9:8710]", "TOOLS_SANDBOX_TOKEN"),
+    ],
+)
+def test_secret_that_the_nodes_would_not_know_is_not_submitted(override: str, name: str) -> None:
+    config = resolve.resolve("quickstart", overrides=[override])
+    with pytest.raises(UserError, match=rf"in the profile: `secrets: \{{{name}: env\}}`"):
         submit_jobs(prepare_submission(config, profile(), nodes=None))
 
 
