@@ -37,7 +37,11 @@ class MixName(StrEnum):
 @with_dry_run
 def pack(
     mix: Annotated[list[MixName] | None, typer.Option(help="Family of trees, may be repeated; default: all.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of timed updates of each side, alternating.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time per family; each side is timed at least once, alternating.")
+    ] = 30.0,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers of the model.")] = 1,
+    token_budget: Annotated[int, typer.Option(min=256, help="Tokens per pack.")] = 3072,
     json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
     """Compare a training step on trees with one on the same trajectories flattened."""
@@ -48,7 +52,15 @@ def pack(
     from arpo_megatron.bench.pack import bench_pack
 
     names = [m.value for m in (mix or MixName)]
-    _answer("pack", bench_pack(resolve.resolve("quickstart"), mixes=names, repeats=repeats, progress=not json_only))
+    found = bench_pack(
+        resolve.resolve("quickstart"),
+        mixes=names,
+        seconds=seconds,
+        layers=layers,
+        token_budget=token_budget,
+        progress=not json_only,
+    )
+    _answer("pack", found)
 
 
 @app.command()

@@ -12,11 +12,12 @@ from arpo_megatron.plan.synthetic_trees import MIXES, Mix
 def test_figures_of_a_small_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Mix(samples=6, initial=3, calls=2, prompt=40, segment=(5, 30), result=(5, 30))
     monkeypatch.setattr(pack, "SHAPE", replace(pack.SHAPE, hidden=64, heads=2, kv_heads=1, head_dim=32, ffn=96))
-    monkeypatch.setattr(pack, "TOKEN_BUDGET", 512)
     monkeypatch.setattr(pack, "TREES", 8)
     monkeypatch.setitem(MIXES, "small", small)
     monkeypatch.setitem(MIXES, "small_too", replace(small, prompt=200))
-    found = pack.bench_pack(resolve.resolve("quickstart"), mixes=["small", "small_too"], repeats=1, progress=False)
+    found = pack.bench_pack(
+        resolve.resolve("quickstart"), mixes=["small", "small_too"], seconds=0.0, token_budget=512, progress=False
+    )
     tree = small.tree(0, pack.SHAPE.vocabulary)
     assert found["mix"] == "small"
     assert found["token_ratio"] == tree.unique_tokens / tree.flat_tokens
