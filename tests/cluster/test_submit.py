@@ -261,7 +261,7 @@ def test_submission_records_replaced_auto_keys(tmp_path: Path, monkeypatch: pyte
     ("arguments", "nodes", "trainer_nodes", "data"),
     [
         (["deepsearch_14b+split", "--nodes", "4"], 4, 2, 4),
-        (["deepsearch_14b+split", "--nodes", "3"], 3, 1, 2),
+        (["deepsearch_14b+split", "parallel.recompute_layers=null", "--nodes", "3"], 3, 1, 2),
         (["deepsearch_14b", "--nodes", "4"], 4, 4, 8),
         (["deepsearch_14b", "engine.placement=split", "--nodes", "4"], 4, 2, 4),
     ],
