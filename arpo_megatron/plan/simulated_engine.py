@@ -6,7 +6,9 @@ It follows the scheduler of SGLang 0.5.18 (`managers/scheduler.py`, `schedule_po
 - A request enters the batch if the pool has room for its new tokens, for those that it may sample (at most 4096), and
   for a share of those that running requests may still sample. The share falls from 0.7 to 0.098 in 600 decoding steps;
   an idle engine resets it.
-- The cache evicts the leaf that was used least recently, a segment of a tree at a time.
+- The cache evicts the leaf that was used least recently. A leaf is what one request has added: the segment that it
+  sampled, or all tokens that it computed, up to a place where another request has ended.
+- Requests of one batch do not share the tokens that they compute.
 - If the pool is full while requests decode, the one with the fewest sampled tokens is retracted: it loses its tokens'
   KV and joins the queue again.
 
@@ -51,7 +53,7 @@ class EngineModel:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """KV cache of one segment, a node of the radix tree."""
+    """KV cache of one segment: a node of the radix tree, or a part of one."""
 
     parent: "Block | None"
     tokens: int = 0
@@ -61,6 +63,8 @@ class Block:
     """Time of the last use, counted in uses."""
     below: int = 0
     """Resident blocks below it."""
+    tail: "Block | None" = None
+    """Block below it in the same node: both were computed by one request, and no other request ended between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,26 +155,25 @@ class SimulatedEngine:
         """Start a batch of prefills; return its seconds, 0 if no request may enter."""
         if self._full and self._running:
             return 0.0
-        new, computed, reserved = list[Request](), 0, 0.0
+        new, computed, reserved = list[Request](), 0, sum(map(self._reserve, self._running))
         while self._queue and len(self._running) + len(new) < self.model.requests and computed < PREFILL_BATCH:
             request = self._queue[0]
             self._lock(request, 1)
             tokens, allowed = self._missing(request), min(request.limit, CLIP_NEW_TOKENS)
-            room = self._free + self._evictable - reserved - sum(map(self._reserve, self._running))
+            room = self._free + self._evictable - reserved
             if tokens + allowed >= room and (self._running or new):
                 self._lock(request, -1)
                 self._full = True
                 break
-            self._evict(tokens)
-            self._load(request)
-            self._queue.popleft()
-            new.append(request)
+            new.append(self._queue.popleft())
             request.computed += tokens
-            computed, reserved = computed + tokens, reserved + allowed
+            computed, reserved = computed + tokens, reserved + tokens + allowed
         if not new:
             return 0.0
+        self._evict(computed)
         self.computed += computed
         for request in new:
+            self._load(request)
             if request.sample:
                 self._grow(request, 1)
         self._running += new
@@ -238,12 +241,18 @@ class SimulatedEngine:
         return max(1, missing) if alone else missing + 1
 
     def _load(self, request: Request) -> None:
-        for block in self._chain(request):
-            if not block.resident:
-                block.resident = True
-                self._free -= block.tokens
-                if block.parent is not None:
-                    block.parent.below += 1
+        loaded: Block | None = None
+        for block in reversed(self._chain(request)):
+            if block.resident:
+                continue
+            block.resident = True
+            self._free -= block.tokens
+            if block.parent is not None:
+                block.parent.below += 1
+            if loaded is not None and block is not request.output:
+                loaded.tail = block
+            loaded = block
+        request.above.tail = None
 
     def _grow(self, request: Request, count: int) -> None:
         self._evict(count)
@@ -251,12 +260,22 @@ class SimulatedEngine:
         self._free -= count
 
     def _lock(self, request: Request, change: int) -> None:
-        used = next(self._uses)
+        self._touch(request)
         for block in self._chain(request):
-            before, block.locks, block.used = block.locks, block.locks + change, used
+            before, block.locks = block.locks, block.locks + change
             if block.resident and not (before and block.locks):
                 self._evictable += block.tokens if not block.locks else -block.tokens
             self._offer(block)
+
+    def _touch(self, request: Request) -> None:
+        """Mark the cached blocks of a request as used now, and let a node end with the last of them."""
+        used, last = next(self._uses), None
+        for block in reversed(self._chain(request)):
+            if not block.resident:
+                break
+            block.used, last = used, block
+        if last is not None:
+            last.tail = None
 
     def _offer(self, block: Block) -> None:
         if block.resident and not block.locks and not block.below:
@@ -266,15 +285,29 @@ class SimulatedEngine:
         """Evict leaves until `need` tokens are free, or none is left."""
         while self._free < need and self._leaves:
             used, _, block = heapq.heappop(self._leaves)
-            if not block.resident or block.locks or block.below or block.used != used:
+            if not block.resident or block.locks or block.below:
                 continue
+            if block.used != used:
+                self._offer(block)
+                continue
+            self._evict_node(block, count=count)
+
+    def _evict_node(self, leaf: Block, *, count: bool) -> None:
+        """Evict the node that ends with a block."""
+        block: Block | None = leaf
+        while block is not None:
             block.resident = False
             self._free += block.tokens
             self._evictable -= block.tokens
             self.evicted += block.tokens * count
-            if block.parent is not None:
-                block.parent.below -= 1
-                self._offer(block.parent)
+            above = block.parent
+            if above is None:
+                return
+            above.below -= 1
+            if above.tail is not block:
+                self._offer(above)
+                return
+            above.tail, block = None, above
 
     def _retract(self, request: Request, *, count: bool = True) -> None:
         """Take a request's own tokens out of the pool; its prefix stays in the cache."""

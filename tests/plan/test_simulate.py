@@ -2,30 +2,35 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import requests
 
 from arpo_megatron.bench import pressure
 from arpo_megatron.bench.engine_times import measure_engine
 from arpo_megatron.bench.tool_calling_model import write_model
+from arpo_megatron.engine import launch
 from arpo_megatron.engine.client import EngineClient
-from arpo_megatron.engine.launch import launch_engine
+from arpo_megatron.engine.server import main as engine_main
 from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan import Hardware, plan
 from arpo_megatron.plan.recommend import CHOICES, recommend
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
-from arpo_megatron.plan.simulated_engine import EngineModel
+from arpo_megatron.plan.simulated_engine import Block, EngineModel, Request, SimulatedEngine
 from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.messages import RolloutReport
 from arpo_megatron.rollout.worker import TokenizerCodec
-from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.tree import Int32Array, Role, RolloutTree
+from arpo_megatron.utils.service_spec import ServiceSpec
+from tests.plan import traced_engine
 
 MIX = Mix(samples=8, initial=4, calls=3, prompt=200, segment=(20, 60), result=(50, 150))
 ENGINE = EngineModel(tokens=10**6, requests=64, step_s=0.01, prefill_s=1e-4, batch_s=0.01)
@@ -77,6 +82,32 @@ def test_pool_without_room_for_the_running_requests_retracts_some() -> None:
     assert found.sampled == simulate(rollout()).sampled
 
 
+def engine_after(pool: int, *batches: Sequence[Block]) -> SimulatedEngine:
+    """Return an engine that has sampled five tokens after each of these blocks, one batch after the other."""
+    calls = list[Callable[[], None]]()
+    engine = SimulatedEngine(replace(ENGINE, tokens=pool), lambda _seconds, call: calls.append(call))
+    for batch in batches:
+        for above in batch:
+            engine.submit(Request(above, 5, 5, lambda _request: None))
+        while calls:
+            calls.pop(0)()
+    return engine
+
+
+def test_requests_of_one_batch_compute_shared_tokens_each() -> None:
+    prompt = Block(None, 100)
+    assert engine_after(1000, [prompt, prompt]).computed == 200
+    prompt = Block(None, 100)
+    assert engine_after(1000, [prompt], [prompt]).computed == 101, "the last token again, whose logits are needed"
+
+
+def test_tokens_that_one_request_computed_are_evicted_together() -> None:
+    prompt = Block(None, 100)
+    assert engine_after(400, [Block(prompt, 100)], [Block(None, 250)]).evicted == 205
+    prompt = Block(None, 100)
+    assert engine_after(400, [prompt], [Block(prompt, 100)], [Block(None, 250)]).evicted == 110
+
+
 def test_staleness_overlaps_rollouts_with_training() -> None:
     alone, ahead = (simulate(rollout(12, per_step=4, staleness=each, train_s=5.0)) for each in (0, 1))
     assert alone.steps == ahead.steps == 3
@@ -115,25 +146,30 @@ def test_plan_recommends_admission_and_staleness() -> None:
 
 @pytest.mark.slow_campaign
 @pytest.mark.parametrize("admission", ["kv", "all"])
-def test_prefill_and_evictions_agree_with_a_real_engine(tmp_path: Path, admission: str) -> None:
-    """A pool of a third of a step's tokens. The times are compared by hand: other load on the machine changes them."""
-    pool = 16_000
+def test_prefill_and_evictions_agree_with_a_real_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, admission: str
+) -> None:
+    """A pool of a third of a step's tokens. Each request comes before the same batch in the model and in the engine.
+
+    The figures of the whole simulation are only printed: they follow from the speed of engine and client during the
+    step, which other load on the machine changes.
+    """
+    pool, trace = 16_000, tmp_path / "trace"
+    monkeypatch.setenv(traced_engine.TRACE_FILE, str(trace))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+    monkeypatch.setattr(launch, "engine_service", partial(_traced, launch.engine_service))
     write_model(tmp_path / "model")
     codec = TokenizerCodec(tmp_path / "model")
     engine = replace(pressure.ENGINE, max_total_tokens=pool)
 
-    async def measure(url: str) -> tuple[RolloutReport, EngineModel, float]:
+    async def measure(url: str) -> tuple[RolloutReport, EngineModel]:
         async with EngineClient(url, streams=True) as client:
             times = await measure_engine(client)
-            await client.pause()
-            client.resume(0)
-            before = _evicted(url)
             async with AdmissionGate(client, codec) if admission == "kv" else nullcontext() as gate:
-                report = await pressure._step(client, codec, 1, gate)
-            return report, times, _evicted(url) - before
+                return await pressure._step(client, codec, 1, gate), times
 
-    with launch_engine(tmp_path / "model", engine, dtype="float32", seed=1, log_path=tmp_path / "log") as handle:
-        report, times, evicted = asyncio.run(measure(handle.url))
+    with launch.launch_engine(tmp_path / "model", engine, dtype="float32", seed=1, log_path=tmp_path / "log") as handle:
+        report, times = asyncio.run(measure(handle.url))
 
     def tool_s(tree: int, segment: int) -> float:
         called = report.trees[tree].segments[segment].tool
@@ -142,17 +178,62 @@ def test_prefill_and_evictions_agree_with_a_real_engine(tmp_path: Path, admissio
 
     limit, initial = pressure.LIMITS.max_response_tokens, pressure.ALGORITHM.initial_rollouts
     model = RolloutModel(times, report.trees, len(report.trees), tool_s, limit or 0, initial or 0, 4)
-    found = simulate(replace(model, admission=admission))
-    print(f"{admission}: {times}; real: {report.stats.seconds:.1f} s, simulated: {found}")
-    counts = report.stats.counts
+    found, counts = simulate(replace(model, admission=admission)), report.stats.counts
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    events = events[max(index for index, each in enumerate(events) if each == ["flush"]) :]
+    computed, evicted = (sum(each[1] for each in events if each[0] == name) for name in ("prefill", "evict"))
+    replayed = _replay(report.trees, events, times)
+    print(f"{admission}, computed and evicted tokens: engine {computed}, {evicted}; ", end="")
+    print(f"model {replayed.computed}, {replayed.evicted}; whole simulation: {found.computed}, {found.evicted}")
+    print(f"real {report.stats.seconds:.1f} s; {times}; {found}")
     assert found.requests == counts.requests
-    assert found.computed == pytest.approx(counts.prefilled_tokens, rel=0.1)
-    assert found.evicted == pytest.approx(evicted, rel=0.1)
+    assert computed >= counts.prefilled_tokens > 0
+    assert replayed.computed == pytest.approx(computed, rel=0.05)
+    assert replayed.evicted == pytest.approx(evicted, rel=0.05)
 
 
-def _evicted(url: str) -> float:
-    lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:evicted_tokens_total"))
+def _traced(service: Callable[..., ServiceSpec], *arguments: object, **options: object) -> ServiceSpec:
+    spec = service(*arguments, **options)
+    command = [traced_engine.__name__ if word == engine_main.__name__ else word for word in spec.command]
+    assert command != spec.command
+    return replace(spec, command=command)
+
+
+def _replay(trees: Sequence[RolloutTree], events: Sequence[Any], times: EngineModel) -> SimulatedEngine:
+    """Run the modeled engine for as many batches as the real one, with the same requests before each."""
+    segments = dict[int, tuple[Block, list[tuple[Block, int]]]]()  # by prompt: its last block, and MODEL segments after
+    for tree in trees:
+        blocks, paths = list[Block](), list[Int32Array]()
+        for segment in tree.segments:
+            above, model = segment.parent, segment.role is Role.MODEL
+            paths.append(segment.token_ids if above < 0 else np.concatenate([paths[above], segment.token_ids]))
+            blocks.append(Block(None if above < 0 else blocks[above], 0 if model else len(segment)))
+            if model:
+                after = segments.setdefault(traced_engine.fingerprint(paths[above]), (blocks[above], []))[1]
+                after.append((blocks[-1], len(segment)))
+    sampled = {each[1]: each[2] for each in events if each[0] == "finish"}
+    calls = list[Callable[[], None]]()
+    engine = SimulatedEngine(times, lambda _seconds, call: calls.append(call), quantum=1)
+    matched = 0
+    for name, *values in events:
+        if name == "request":
+            request_id, prompt, length, limit = values
+            above, after = segments.get(prompt, (Block(None, length), []))  # probes and health checks have no segment
+            tokens = sampled[request_id] if limit > 1 else 0
+            request = Request(above, tokens, limit, lambda _request: None)
+            if siblings := [each for each in after if each[1] == tokens]:
+                after.remove(siblings[0])
+                request.output = siblings[0][0]
+                matched += 1
+            engine.submit(request)
+        elif name in ("prefill", "decode"):
+            now, calls[:] = calls[:], []
+            for call in now:
+                call()
+    while calls:
+        calls.pop(0)()
+    assert matched == sum(segment.role is Role.MODEL for tree in trees for segment in tree.segments)
+    return engine
 
 
 SHORT = Mix(samples=8, initial=4, calls=6, prompt=800, segment=(500, 1300), result=(800, 2200))
