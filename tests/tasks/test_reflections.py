@@ -4,8 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
 
+from arpo_megatron.cli.main import app
+from arpo_megatron.config import JobConfig, ModelConfig
+from arpo_megatron.config.io import save_config
+from arpo_megatron.jobs.run_directory import RunDirectory
+from arpo_megatron.monitor.tree_store import step_file, write_trees
+from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.sft.dataset import read_conversations
 from arpo_megatron.tasks.sft.reflections import reflection_rows, tokens_tree
 from arpo_megatron.tree import Role, RolloutTree
@@ -61,6 +71,33 @@ def test_sft_reads_token_rows_without_a_chat_template(tmp_path: Path) -> None:
         [1, 2, 3, 4, 5, 60, 61, 7, 90, 13, 14, 15]
     ]
     assert [bad.row for bad in found.bad_rows] == [1]
+
+
+def test_command_writes_the_failed_branches_of_all_stored_steps(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    model = tmp_path / "model"
+    model.mkdir()
+    words = {f"word{number}": number for number in range(100)}
+    words_tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    words_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    words_tokenizer.save(str(model / "tokenizer.json"))
+    run.path.mkdir()
+    save_config(JobConfig("test", model=ModelConfig(path=model)), run.config)
+    tree, solved = searched()
+    rewards = np.array(solved, float)
+    scored = ScoredTree(Task("t", (), "4", "math", ""), tree, rewards, rewards, rewards > 0)
+    for step in (1, 2):
+        write_trees(step_file(run, step), step, [scored], lambda ids: " ".join(f"word{own}" for own in ids))
+    file = tmp_path / "again.jsonl"
+    options = ["trees", str(run.path), "--reflections", str(file), "--reflection", "word90 word91"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert "2 failed branches" in done.output
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        *reflection_rows(tree, solved, [90, 91])
+    ] * 2
+    done = CliRunner().invoke(app, [*options[:3], str(tmp_path / "again.txt")])
+    assert "must end in .jsonl" in str(done.exception)
 
 
 @pytest.mark.parametrize(
