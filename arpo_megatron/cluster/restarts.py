@@ -81,7 +81,8 @@ def after_failure(error: str, run: RunDirectory, backend: SlurmBackend, limit: i
 
 def guilty_node(error: str, backend: SlurmBackend) -> str | None:
     """Return the node of the rank that failed first, or of those that wrote no stacks; None if it is not known."""
-    if found := _RANKS.search(error):
+    killed, found = _SRUN.search(error), _RANKS.search(error)
+    if found and not (killed and killed.start() < found.start()):  # the peers of a killed rank fail after it
         indices = {int(rank) // backend.layout.ranks_per_node for rank in found[1].split(",")}
         return backend.nodes[indices.pop()].name if len(indices) == 1 else None
     names = {node.name for node in backend.nodes}

@@ -118,8 +118,15 @@ def last_lines(path: Path, start: int = 0, count: int = 15) -> str:
     return "\n".join(kept[-count:])
 
 
+_TASK_KILLED = re.compile(r"srun: error: \S+ tasks? [\d,-]+: (?!Exited)")
+"""srun's line about a task that a signal has ended."""
+
+
 def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
-    """Return the report of the first failing rank in a log after byte `start`, its last `limit` lines; "" if none."""
+    """Return the report of the first failing rank in a log after byte `start`, its last `limit` lines; "" if none.
+
+    A killed rank reports nothing, and its peers fail after it. So srun's line about such a task comes first.
+    """
     lines = _tail(path, start)
     opening = RANK_FAILED.partition("{")[0]
     first = next((number for number, line in enumerate(lines) if line.startswith(opening)), None)
@@ -127,7 +134,8 @@ def first_failure(path: Path, start: int = 0, limit: int = 40) -> str:
         return ""
     report = lines[first : next((n for n in range(first, len(lines)) if lines[n] == RANK_FAILED_END), len(lines))]
     shown = report if len(report) <= limit else [report[0], "...", *report[2 - limit :]]
-    return "\n".join(f"  | {line}" for line in shown)
+    killed = [line for line in lines[:first] if _TASK_KILLED.match(line)]
+    return "\n".join(f"  | {line}" for line in [*killed[:1], *shown])
 
 
 def _tail(path: Path, start: int) -> list[str]:

@@ -35,6 +35,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmBackend:
         ("no trainer rank has made progress for 9 s; stacks: x; rank 0, 1 wrote no stacks", "n1"),
         ("no trainer rank has made progress for 9 s; rank 0, 2 wrote no stacks", None),
         ("train was killed\n  | srun: error: n2: task 3: Killed\n  | srun: error: n1: task 0: Terminated", "n2"),
+        ("train ended\n  | srun: error: n2: task 3: Killed\n  | ---- rank 0 failed:\n  | RuntimeError: peer", "n2"),
         ("engine-0 ended with exit code 1", None),
     ],
 )

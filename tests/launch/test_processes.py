@@ -164,3 +164,12 @@ def test_scratch_of_a_killed_job_is_removed_by_the_next_job(tmp_path: Path, monk
         with LocalBackend().scratch() as ours:
             assert list(tmp_path.iterdir()) == [ours]
     assert not list(tmp_path.iterdir())
+
+
+def test_killed_task_is_named_before_its_peers(tmp_path: Path) -> None:
+    report = "---- rank 0 failed:\nRuntimeError: Connection closed by peer\n"
+    log = tmp_path / "log"
+    log.write_text(f"srun: error: n2: task 1: Killed\n{report}srun: error: n1: task 0: Exited with exit code 1\n")
+    assert first_failure(log).splitlines()[:2] == ["  | srun: error: n2: task 1: Killed", "  | ---- rank 0 failed:"]
+    log.write_text(f"srun: error: n1: task 0: Exited with exit code 1\n{report}")
+    assert first_failure(log).startswith("  | ---- rank 0 failed:")
