@@ -37,8 +37,10 @@ def test_silent_directory_is_reported_at_intervals_until_it_answers(
     assert all(re.fullmatch(text, line) for line in lines), lines
 
 
-def test_job_reports_its_directory(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    config = resolve.resolve("quickstart")
+def test_job_reports_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = resolve.resolve("quickstart", overrides=[f"run_dir={tmp_path / 'run'}"])
     run = choose_run.fresh(config)
     run.config.unlink()
     os.mkfifo(run.config)  # an open of it hangs, as on a file server that is gone
