@@ -1,7 +1,7 @@
 """A task: one question with its checkable answer, the form to which every data source is converted."""
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 from arpo_megatron.utils.text import whole_characters
 
@@ -55,3 +55,11 @@ class BadRow:
     reason: str
     where: str = field(default="", compare=False)
     """File and line, for messages."""
+
+
+@runtime_checkable
+class VariesTasks(Protocol):
+    """Implemented by task selectors that draw tasks with changed prompts and ids of their own."""
+
+    def variant(self, task_id: str) -> Task:
+        """Return the drawn task with this id, for a resumed run; KeyError for an unknown id."""

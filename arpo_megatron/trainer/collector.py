@@ -40,8 +40,8 @@ from arpo_megatron.rollout.messages import (
     StopTrees,
 )
 from arpo_megatron.rollout.record import UntrainedTree
-from arpo_megatron.tasks.base import Task
-from arpo_megatron.tasks.selectors.base import TaskSelector, VariesTasks
+from arpo_megatron.tasks.base import Task, VariesTasks
+from arpo_megatron.tasks.selectors.base import TaskSelector
 from arpo_megatron.trainer.scorer import TreeScorer
 from arpo_megatron.trainer.step_journal import StepJournal
 from arpo_megatron.tree import Role, RolloutTree

@@ -11,9 +11,9 @@ import pytest
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.base import Task, VariesTasks
 from arpo_megatron.tasks.files.mixture import MixedTasks
-from arpo_megatron.tasks.selectors.base import TaskSelector, VariesTasks, make_task_selector
+from arpo_megatron.tasks.selectors.base import TaskSelector, make_task_selector
 from arpo_megatron.tasks.selectors.failures import ReplayedFailures
 from arpo_megatron.tasks.selectors.hinted import HintedTasks
 from arpo_megatron.tasks.selectors.prompts import PromptPopulation

@@ -29,9 +29,8 @@ class TaskStore:
 
     def add(self, task: Task) -> None:
         self._tasks.append(task)
-        self._bytes += 2 * len(task.prompt_text) + sum(
-            map(len, (task.hint, *task.answers))
-        )  # the messages repeat the prompt
+        # The messages repeat the prompt.
+        self._bytes += 2 * len(task.prompt_text) + len(task.hint) + sum(map(len, task.answers))
         if self._file is None and self._bytes > self._limit:
             self._file = _TaskFile()
         while self._file is not None and len(self._tasks) >= _BATCH:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from arpo_megatron.errors import UserError
-from arpo_megatron.tasks.base import Task
+from arpo_megatron.tasks.base import Task, VariesTasks
 
 
 class MixedTasks(Sequence[Task]):
@@ -130,10 +130,9 @@ class MixtureSelector:
     def variant(self, task_id: str) -> Task:
         """Return a drawn task with a changed prompt; KeyError for an unknown id."""
         selector = self._selectors[self._owner[task_id]]
-        if not hasattr(selector, "variant"):
+        if not isinstance(selector, VariesTasks):
             raise KeyError(task_id)
-        task: Task = selector.variant(task_id)
-        return task
+        return selector.variant(task_id)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the draws of each data set so far, and the metrics of its selector."""

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
@@ -41,14 +41,6 @@ class TaskSelector(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`. Raises UserError for that of another selector."""
-
-
-@runtime_checkable
-class VariesTasks(Protocol):
-    """Implemented by task selectors that draw tasks with changed prompts and ids of their own."""
-
-    def variant(self, task_id: str) -> Task:
-        """Return the drawn task with this id, for a resumed run; KeyError for an unknown id."""
 
 
 def make_task_selector(config: AlgorithmConfig, tasks: Sequence[Task], seed: int) -> TaskSelector:
