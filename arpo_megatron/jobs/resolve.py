@@ -4,7 +4,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import JOB, config_keys, dump_config
 from arpo_megatron.config.yaml import parse_value, read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
+from arpo_megatron.jobs.absolute_paths import with_absolute_paths
 from arpo_megatron.registry import ExtensionPoint
 from arpo_megatron.rewards import check_reward
 
@@ -198,7 +199,7 @@ def _resolve(recipe: str, file: Path | None, overrides: Sequence[str]) -> JobCon
     values: Tree = {}
     for layer in layers(recipe, file=file, overrides=overrides):
         _apply(values, layer)
-    return _with_absolute_paths(check(values))
+    return with_absolute_paths(check(values))
 
 
 def with_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
@@ -206,7 +207,7 @@ def with_overrides(config: JobConfig, overrides: Sequence[str]) -> JobConfig:
     values = dump_config(config)
     for layer in _with_presets([], override_layers(overrides)):
         _apply(values, layer)
-    return _with_absolute_paths(check(values))
+    return with_absolute_paths(check(values))
 
 
 def override_layers(overrides: Sequence[str]) -> list[Layer]:
@@ -250,48 +251,6 @@ def _recipe_module(name: str) -> ModuleType:
     if name not in (names := recipe_names()):
         raise UserError(f"unknown recipe {name!r}{did_you_mean(name, names)}; recipes: {', '.join(names)}, or FILE.py")
     return importlib.import_module(f"arpo_megatron.recipes.{name}")
-
-
-def _with_absolute_paths(config: JobConfig) -> JobConfig:
-    """Make input paths absolute, because `arpo eval RUN_DIR` or another node may have another working directory."""
-
-    def absolute(path: Path | None) -> Path | None:
-        return None if path is None else path.expanduser().absolute()
-
-    data = config.data.with_paths(lambda path: path.expanduser().absolute())
-    data = replace(data, search_cache=absolute(data.search_cache))
-    data = replace(data, reader=_absolute_component(data.reader))
-    model, sft = replace(config.model, path=absolute(config.model.path)), config.sft
-    reward = replace(config.reward, kind=_absolute_component(config.reward.kind))
-    rollout = config.rollout
-    rollout = replace(
-        rollout,
-        protocol=_absolute_component(rollout.protocol),
-        environment=None if rollout.environment is None else _absolute_component(rollout.environment),
-        environment_params={
-            name: _absolute_file(value) if isinstance(value, str) else value
-            for name, value in rollout.environment_params.items()
-        },
-        system_prompt=None if rollout.system_prompt is None else _absolute_file(rollout.system_prompt),
-    )
-    sft, sandbox = replace(sft, data=absolute(sft.data)), replace(config.sandbox, file=absolute(config.sandbox.file))
-    return replace(config, data=data, model=model, sft=sft, reward=reward, rollout=rollout, sandbox=sandbox)
-
-
-def _absolute_component(name: str) -> str:
-    """Return `FILE.py:ATTRIBUTE` with an absolute path, and any other name as it is."""
-    if (found := registry.in_file(name)) is None:
-        return name
-    return f"{found[0].expanduser().absolute()}:{found[1]}"
-
-
-def _absolute_file(name: str) -> str:
-    """Return the absolute path of a file, and any other name as it is."""
-    path = Path(name).expanduser()
-    try:
-        return str(path.absolute()) if path.is_file() else name
-    except OSError:  # a text too long to be a name
-        return name
 
 
 def check(values: Mapping[str, Any]) -> JobConfig:

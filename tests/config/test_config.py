@@ -267,3 +267,17 @@ def test_input_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert config.sft.data == tmp_path / "talks.jsonl"
     assert config.sandbox.file == tmp_path / "t.yaml"
     assert config.model.path == tmp_path / "model"
+
+
+def test_files_of_components_and_of_their_parameters_are_made_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("Answer.\n---\nThink, then answer.\n")
+    (tmp_path / "own.py").write_text(
+        "from arpo_megatron.algorithms.losses.ppo import Ppo\n\n\nclass Own(Ppo):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    overrides = ["algorithm.selector=prompts", "algorithm.params.prompt_file=prompts.txt", "algorithm.loss=own.py:Own"]
+    algorithm = resolve.resolve("quickstart", overrides=overrides).algorithm
+    assert algorithm.params["prompt_file"] == str(tmp_path / "prompts.txt")
+    assert algorithm.loss == f"{tmp_path}/own.py:Own"

@@ -8,14 +8,13 @@ import ctypes
 import json
 import os
 import sys
-from typing import Any
 
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 ctypes.CDLL(sys.argv[1])  # before torch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.actor.sm90 import pretend
 
@@ -28,16 +27,7 @@ def main() -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     from arpo_megatron.actor import flex_attention, warm_up
 
-    make_plan = flex_attention.flex_plan
-
-    def plan(*arguments: Any) -> flex_attention.FlexPlan:
-        with unset_fake_temporarily():
-            return make_plan(*arguments)
-
-    def move(values: torch.Tensor, target: torch.device | str) -> torch.Tensor:
-        with mode:
-            return torch.empty(values.shape, dtype=values.dtype, device="cuda:0")
-
+    plan, move = pretend.attention_functions(mode)
     warm_up.flex_plan, flex_attention.move = plan, move
     for shape in sys.argv[2:]:
         heads, groups, width = map(int, shape.split(","))

@@ -9,10 +9,12 @@ import re
 import subprocess
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 HOPPER = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -51,6 +53,21 @@ def install() -> None:
     """Pretend the device: tensors of a FakeTensorMode can then be on it."""
     _pretend_device()
     _compile_without_running()
+
+
+def attention_functions(mode: FakeTensorMode) -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
+    """Return `flex_plan`, which computes real values on the host, and `move`, which makes a fake tensor there."""
+    from arpo_megatron.actor.flex_attention import FlexPlan, flex_plan
+
+    def plan(*arguments: Any) -> FlexPlan:
+        with unset_fake_temporarily():
+            return flex_plan(*arguments)
+
+    def move(values: torch.Tensor, target: torch.device | str) -> torch.Tensor:
+        with mode:
+            return torch.empty(values.shape, dtype=values.dtype, device=target)
+
+    return plan, move
 
 
 class _Device:

@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
-    unset_fake_temporarily,
 )
 from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
@@ -112,16 +111,7 @@ def main() -> None:
 
     generator = "megatron.core.tensor_parallel.random:_set_cuda_rng_state"
     apply([patch for patch in cpu_platform.PATCHES if patch.target == generator])
-    make_plan = flex_attention.flex_plan
-
-    def plan(*arguments: Any) -> flex_attention.FlexPlan:
-        with unset_fake_temporarily():
-            return make_plan(*arguments)
-
-    def move(values: torch.Tensor, target: torch.device | str) -> torch.Tensor:
-        with mode:
-            return torch.empty(values.shape, dtype=values.dtype, device=target)
-
+    plan, move = pretend.attention_functions(mode)
     make_tensor = torch.tensor
 
     def tensor(values: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
