@@ -9,7 +9,7 @@ QUICK := tests/algorithms tests/config tests/hardware tests/jobs tests/monitor t
 	tests/trainer tests/test_recipes.py tests/test_registry.py tests/test_tree.py \
 	--ignore tests/rewards/test_verify.py --ignore tests/rewards/test_judge_report.py
 
-.PHONY: setup demo slurm-demo image test test-all test-newest test-quick checks lint types contracts pytest fuzz docs site clean
+.PHONY: setup demo slurm-demo image test test-all campaigns test-newest test-quick checks lint types contracts pytest fuzz docs site clean
 
 setup:
 	@scripts/setup.sh
@@ -36,10 +36,14 @@ checks: lint types contracts
 test-quick: lint contracts
 	$(PYTEST) --numprocesses 2 $(QUICK) $(ARGS)
 
-# Adds the campaigns, in hours: the whole demo, full matrices of layouts, repeated kills, loads, Slurm faults.
-test-all: checks
+test-all: test campaigns
+
+# Hours: the whole demo, full matrices of layouts, repeated kills, loads, Slurm faults. ARGS="tests/e2e": those of a
+# folder. Two workers, because many campaigns run a whole job: four at a time on two cores reach their timeouts.
+campaigns: setup
 	slurm/onebox/onebox.sh install
-	$(PYTEST) --campaigns --durations 40 $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --no-loadscope-reorder --campaigns -m "slow_campaign or slurm_campaign" --durations 40 \
+		$(ARGS)
 
 # The trainer with the newest megatron-core and torch, in an environment of its own (docs/internals/versions.md).
 test-newest:
