@@ -52,7 +52,7 @@ def prepare(folder: Path, dialogue: Dialogue, system: str, tools: Sequence[dict[
     return [
         *(f"model.path={folder / 'model'}", f"model.max_length={LENGTH}", "data.kind=files", "data.held_out=8"),
         *(f"data.path={folder / 'questions.jsonl'}", "data.max_prompt_tokens=448", "evaluation.tasks=8"),
-        *(f"sft.data={folder / 'chats.jsonl'}", "sft.steps=120", "sft.batch=16", "sft.mistake_share=0"),
+        *(f"sft.data={folder / 'chats.jsonl'}", "sft.steps=200", "sft.batch=16", "sft.mistake_share=0"),
         *("rollout.max_tool_tokens=64", "train.steps=1", "train.tasks_per_step=4", "evaluation.before=false"),
     ]
 
