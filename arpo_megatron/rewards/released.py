@@ -4,7 +4,6 @@ It grades mathematics by token F1 without punctuation ("6" and "-6" are equal, "
 tags anywhere in the text, tool results included, and accepts a made-up <result>.
 """
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ from arpo_megatron.rewards.qa import best, token_f1
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tasks.tags.response import last_boxed
 
-_SPACED_BOX = re.compile(r"\\boxed\s+\{")
+_SPACED_BOX = "\\boxed "
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,24 @@ class ReleasedReward:
     def _score(self, response: str, task: Task) -> Score:
         reason = _broken_rule(response)
         start, end = response.find("<answer>"), response.find("</answer>")
-        # The released code finds no box with a space before its brace.
-        answer = None if reason else last_boxed(_SPACED_BOX.sub("{", response[start:end]))
+        answer = None if reason else _boxed(response[start:end])
         if answer is None:
             return Score(self.format_penalty, 0.0, format_ok=False, reason=reason or "\\boxed{} is not closed")
         f1 = best(token_f1, answer, task.answers)
         both = "</search>" in response and "</python>" in response
         bonus = self.tool_bonus if f1 > 0.0 and both else 0.0
         return Score(f1 + bonus, f1, format_ok=True, terms={"f1": f1, "tool_bonus": bonus}, answer=answer)
+
+
+def _boxed(answer: str) -> str | None:
+    """Return what the released code reads as the boxed text; None if it fails.
+
+    A box with a space after its command goes before all others, and reaches to the next dollar sign.
+    """
+    if _SPACED_BOX in answer:
+        return answer.rpartition(_SPACED_BOX)[2].partition("$")[0]
+    box = answer[answer.rfind("\\boxed") :]
+    return last_boxed(box) if box.startswith("\\boxed{") else None
 
 
 def _broken_rule(text: str) -> str:

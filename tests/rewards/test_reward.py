@@ -92,26 +92,6 @@ def test_tool_bonus_needs_both_tools_and_a_right_answer(text: str, bonus: float)
     assert partly.terms["exact_match"] == 0.0
 
 
-def test_released_scorer_keeps_its_errors() -> None:
-    released, ours = ReleasedReward(), ArpoReward()
-    minus = THINK + answer("-6")
-    assert (score_text(released, minus, task("6")).reward, score_text(ours, minus, task("6")).reward) == (1.0, 0.0)
-    fraction = THINK + answer("\\dfrac{1}{2}")
-    assert score_text(released, fraction, task("\\frac{1}{2}")).reward == 0.0
-    assert score_text(ours, fraction, task("\\frac{1}{2}")).reward == 1.0
-    made_up = THINK + "<result>made up</result>" + answer("5")
-    assert (score_text(released, made_up, task("5")).reward, score_text(ours, made_up, task("5")).reward) == (1.0, -1.0)
-    quoted = WELL_FORMED[4]
-    assert (score_text(released, quoted, task("5")).reward, score_text(ours, quoted, task("5")).reward) == (-1.0, 1.0)
-
-
-@pytest.mark.parametrize("text", [text for text, reason in BROKEN if "without a call" not in reason])
-def test_released_scorer_applies_its_format_rules(text: str) -> None:
-    score = score_text(ReleasedReward(), text, task("5"))
-    lenient = text.startswith(("<think><think>", THINK + "</search>", THINK + "<search>q</search> so"))
-    assert score.reward == (1.0 if lenient else -1.0)
-
-
 @pytest.mark.parametrize("box", ["\\boxed{\\text{Paris}}", "\\boxed {\\mathrm{\\text{Paris}}}"])
 def test_answer_in_words_is_read_without_latex_commands(box: str) -> None:
     text = THINK + f"<answer>{box}</answer>"
@@ -128,11 +108,6 @@ def test_every_alias_is_right_for_every_reward(source: str, aliases: tuple[str, 
         assert (score.reward, score.accuracy) == (1.0, 1.0), kind
     (score,) = ArpoReward(qa="exact_match").score_group(group)
     assert score.accuracy == 1.0
-
-
-def test_released_scorer_gives_the_bonus_for_tags() -> None:
-    score = score_text(ReleasedReward(), TWO_TOOLS + answer("a British film"), task("British", "qa"))
-    assert score.reward == pytest.approx(2 / 3 + 0.1)
 
 
 @pytest.mark.parametrize(
