@@ -204,6 +204,31 @@ def invariance(
 
 
 @app.command()
+@with_dry_run
+def kernels(
+    overrides: Overrides = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the chain of tokens.")] = 96,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Compare each kernel of the trainer with that of SGLang's CPU server, on the same inputs."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.actor.parallel import silence_import_warnings
+
+    silence_import_warnings()
+    from arpo_megatron.bench.engine_kernels import bench_engine_kernels
+
+    results = bench_engine_kernels(resolve.resolve("quickstart", overrides=overrides or []), tokens)
+    if not json_only:
+        for name, found in results["kernels"].items():
+            figures = "  ".join(
+                f"{way} {own['over_largest_element']:.1e} ({own['share_that_differs']:.0%} differ)"
+                for way, own in found.items()
+            )
+            print(f"{name:34s} {figures}", file=sys.stderr)
+    _answer("kernels", results)
+
+
+@app.command()
 def soak(
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="Recipe of the job.")] = "quickstart",

@@ -48,8 +48,9 @@ NEEDS_AN_EXTRA = {
     "arpo_megatron.cli.nemo",
     "arpo_megatron.cluster.packager",
     "arpo_megatron.engine.server.entropy_kernel",
+    "arpo_megatron.engine.server.kernels",
 }
-"""Loaded by nemo-run, by `arpo submit`, and by trainer and engine on a GPU."""
+"""Loaded by nemo-run, by `arpo submit`, by trainer and engine on a GPU, and by `arpo bench kernels`."""
 OTHER_INTERPRETER = {"arpo_megatron.tasks.environments.verifiers.worker"}
 """Runs where `verifiers` is installed; no module of ours imports it."""
 
