@@ -26,6 +26,8 @@ def bench_invariance(width: int = WIDTH, seed: int = 1) -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
+    from arpo_megatron.hardware.onednn import product
+
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -47,6 +49,9 @@ def bench_invariance(width: int = WIDTH, seed: int = 1) -> dict[str, Any]:
         "linear, width to 4 width": lambda rows: functional.linear(hidden[:rows], up),
         "linear, 4 width to width": lambda rows: functional.linear(inner[:rows], down),
         "linear, width to 1000 logits": lambda rows: functional.linear(hidden[:rows], head),
+        "oneDNN, width to 4 width": lambda rows: product(hidden[:rows], up),
+        "oneDNN, 4 width to width": lambda rows: product(inner[:rows], down),
+        "oneDNN, width to 1000 logits": lambda rows: product(hidden[:rows], head),
         "RMS norm": lambda rows: functional.rms_norm(hidden[:rows], (width,), scale),
         "SiLU": lambda rows: functional.silu(inner[:rows]),
         "log-softmax": lambda rows: functional.log_softmax(inner[:rows], -1),
