@@ -110,7 +110,7 @@ def test_local_executor_with_several_tasks_trains_one_run(box: Onebox) -> None:
 @pytest.mark.timeout(900)
 def test_slurm_executor_with_several_tasks_trains_one_run_on_all_its_nodes(box: Onebox) -> None:
     run = train(box, "slurm", "executor")
-    (number,) = box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split()
+    number = max(box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split(), key=int)  # earlier jobs are shown, too
     job = Job(box, run, [number])
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     ranks = job.processes("arpo_megatron.cluster.rank")
@@ -126,7 +126,7 @@ def test_slurm_executor_with_several_tasks_trains_one_run_on_all_its_nodes(box: 
 def test_executor_of_a_profile_restarts_a_job_whose_rank_was_killed(box: Onebox) -> None:
     profile = box.profile("restarts", restarts=1, environment={"NOTE": "of the profile"})
     run = train(box, profile, "restarted", "train.steps=6", "train.save_every=1")
-    number = box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split()[0]
+    number = max(box.slurm("squeue", "-h", "-t", "all", "-o", "%i").split(), key=int)  # earlier jobs are shown, too
     job = Job(box, run, [number])
     job.wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step_*[0-9]")))
     ranks = job.processes("arpo_megatron.cluster.rank")
