@@ -45,7 +45,8 @@ class ParallelConfig:
 
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds without progress of any rank after which the job ends as hung, with the stacks of all ranks in
-    `heartbeats/`. It must exceed the longest save, kernel compilation or silence of all rollouts."""
+    `heartbeats/`. It must exceed the longest save, kernel compilation or silence of all rollouts; on Slurm also 60 s,
+    which a step that has ended may wait for the reports of its nodes."""
 
     @property
     def world_size(self) -> int:

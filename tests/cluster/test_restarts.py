@@ -77,7 +77,8 @@ def test_killed_and_hanging_ranks_restart_the_job_elsewhere(tmp_path_factory: py
     try:
         job = box.submit_run(
             "again",
-            *("sft.steps=0", "train.steps=3", "train.tasks_per_step=2", "parallel.collective_timeout_s=60"),
+            # Above the 60 s that a step which has ended may wait for the reports of its nodes.
+            *("sft.steps=0", "train.steps=3", "train.tasks_per_step=2", "parallel.collective_timeout_s=120"),
             profile=box.profile("again", restarts=3),
         )
         for number, (node, end) in enumerate([("n2", signal.SIGKILL), ("n1", signal.SIGSTOP)], 1):
