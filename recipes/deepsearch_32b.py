@@ -12,7 +12,7 @@ from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Varian
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=8, layers=49, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
-    "2nodes": RecipeLayout(tensor=4, pipeline=4, layers=3, token_budget=8192, engine=8),
+    "2nodes": RecipeLayout(tensor=8, data=2, layers=49, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
     "4nodes": RecipeLayout(tensor=8, data=4, layers=54, token_budget=8192, engine=8, memory_fraction=0.4),
     "16nodes": RecipeLayout(tensor=8, data=8, context=2, layers=35, token_budget=8192, engine=8, memory_fraction=0.5),
     "h200": RecipeLayout(gpu="h200", tensor=4, data=4, layers=57, token_budget=8192, engine=8),

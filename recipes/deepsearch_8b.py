@@ -14,7 +14,7 @@ LAYOUTS = {
     "1node": RecipeLayout(tensor=2, data=4, token_budget=8192, engine=4, memory_fraction=0.4),
     "2nodes": RecipeLayout(tensor=2, data=8, layers=35, token_budget=8192, engine=8, memory_fraction=0.4),
     "4nodes": RecipeLayout(tensor=2, data=16, layers=35, token_budget=8192, engine=8, memory_fraction=0.5),
-    "16nodes": RecipeLayout(tensor=8, data=16, layers=17, token_budget=32768, engine=8, memory_fraction=0.7),
+    "16nodes": RecipeLayout(tensor=8, data=16, layers=18, token_budget=8192, engine=8, memory_fraction=0.7),
     "h200": RecipeLayout(gpu="h200", data=8, token_budget=8192, engine=4, memory_fraction=0.4),
     "split": RecipeLayout(
         tensor=2, data=8, layers=35, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True

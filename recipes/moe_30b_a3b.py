@@ -16,7 +16,7 @@ from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Varian
 LAYOUTS = {
     "1node": RecipeLayout(data=8, expert=8, layers=47, token_budget=32768, engine=4, memory_fraction=0.4, offload=True),
     "2nodes": RecipeLayout(data=8, pipeline=2, expert=8, layers=15, token_budget=8192, engine=4),
-    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, layers=40, token_budget=32768, engine=8, memory_fraction=0.4),
+    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, layers=40, engine=8, memory_fraction=0.4),
     "16nodes": RecipeLayout(
         tensor=4, data=8, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.6
     ),

@@ -15,8 +15,8 @@ LAYOUTS = {
     "2gpus": RecipeLayout(data=2, layers=33, token_budget=8192, memory_fraction=0.4),
     "4gpus": RecipeLayout(data=4, layers=32, token_budget=8192, engine=2, memory_fraction=0.5),
     "1node": RecipeLayout(data=8, layers=31, token_budget=8192, engine=2, memory_fraction=0.5),
-    "2nodes": RecipeLayout(data=16, layers=32, token_budget=32768, engine=2, memory_fraction=0.5),
-    "4nodes": RecipeLayout(tensor=2, data=16, layers=21, token_budget=32768, engine=4, memory_fraction=0.7),
+    "2nodes": RecipeLayout(data=16, layers=31, token_budget=8192, engine=2, memory_fraction=0.5),
+    "4nodes": RecipeLayout(tensor=2, data=16, layers=20, token_budget=8192, engine=4, memory_fraction=0.7),
     "16nodes": RecipeLayout(
         tensor=2, data=16, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.7
     ),

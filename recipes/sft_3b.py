@@ -11,9 +11,9 @@ from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(data=8, layers=6, token_budget=8192),
-    "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
-    "4nodes": RecipeLayout(tensor=2, data=2, pipeline=4, context=2, recompute="none"),
-    "16nodes": RecipeLayout(tensor=2, data=16, pipeline=4, recompute="none"),
+    "2nodes": RecipeLayout(data=4, pipeline=2, virtual_pipeline=2, context=2, recompute="none"),
+    "4nodes": RecipeLayout(tensor=2, data=4, pipeline=2, context=2, recompute="none"),
+    "16nodes": RecipeLayout(tensor=2, data=16, pipeline=2, context=2, recompute="none"),
     "h200": RecipeLayout(gpu="h200", data=8, recompute="none", token_budget=8192),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}

@@ -10,9 +10,9 @@ from arpo_megatron.recipes._bases import sft as base
 from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(tensor=2, data=4, layers=4),
-    "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
-    "4nodes": RecipeLayout(tensor=4, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
+    "1node": RecipeLayout(tensor=2, data=4, recompute="none", token_budget=8192),
+    "2nodes": RecipeLayout(tensor=4, data=4, recompute="none", token_budget=8192),
+    "4nodes": RecipeLayout(tensor=4, data=4, context=2, recompute="none", token_budget=8192),
     "16nodes": RecipeLayout(tensor=4, data=16, context=2, recompute="none", token_budget=8192),
     "h200": RecipeLayout(gpu="h200", data=8, layers=3, token_budget=8192),
 }

@@ -14,7 +14,7 @@ LAYOUTS = {
     "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, recompute="none"),
     "4nodes": RecipeLayout(tensor=8, data=4, recompute="none", token_budget=8192),
     "16nodes": RecipeLayout(tensor=8, data=16, recompute="none", token_budget=8192),
-    "h200": RecipeLayout(gpu="h200", data=8, layers=8),
+    "h200": RecipeLayout(gpu="h200", data=8, layers=6, token_budget=8192),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 

@@ -11,7 +11,7 @@ from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=4, data=2, layers=6, token_budget=8192),
-    "2nodes": RecipeLayout(tensor=4, data=2, pipeline=2, virtual_pipeline=2, recompute="none"),
+    "2nodes": RecipeLayout(tensor=4, data=4, recompute="none", token_budget=8192),
     "4nodes": RecipeLayout(tensor=8, data=4, recompute="none", token_budget=8192),
     "16nodes": RecipeLayout(tensor=8, data=16, recompute="none", token_budget=8192),
     "h200": RecipeLayout(gpu="h200", tensor=2, data=4, layers=2, token_budget=8192),

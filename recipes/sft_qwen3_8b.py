@@ -11,10 +11,10 @@ from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=2, data=4, layers=9, token_budget=8192),
-    "2nodes": RecipeLayout(tensor=2, data=4, pipeline=2, virtual_pipeline=2, layers=1),
-    "4nodes": RecipeLayout(tensor=4, data=8, recompute="none", token_budget=8192),
+    "2nodes": RecipeLayout(tensor=4, data=4, recompute="none", token_budget=8192),
+    "4nodes": RecipeLayout(tensor=8, data=4, recompute="none", token_budget=8192),
     "16nodes": RecipeLayout(tensor=8, data=16, recompute="none", token_budget=8192),
-    "h200": RecipeLayout(gpu="h200", data=8, layers=11, token_budget=8192),
+    "h200": RecipeLayout(gpu="h200", data=4, context=2, recompute="none", token_budget=8192),
 }
 VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
 

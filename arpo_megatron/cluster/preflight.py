@@ -23,7 +23,7 @@ from arpo_megatron.launch.supervisor import SupervisedProcess, Supervisor
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.monitor.progress import longest_step_s
 from arpo_megatron.plan.memory import checkpoint_bytes
-from arpo_megatron.plan.timing import LINK_SHARE
+from arpo_megatron.plan.shares import LINK_SHARE
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.processes import ProcessDiedError
 

@@ -19,7 +19,7 @@ from arpo_megatron.config.yaml import read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.specs import GB
 from arpo_megatron.plan import GPUS, Hardware
-from arpo_megatron.plan.timing import LINK_SHARE
+from arpo_megatron.plan.shares import LINK_SHARE
 from tools_sandbox.utils.yaml import yaml_text
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -12,6 +12,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.plan.parameters import active_parameters, stage_parameters, whole_model
+from arpo_megatron.plan.slowest_rank import slowest_rank
 from arpo_megatron.plan.workload import Workload, largest, typical
 
 
@@ -40,8 +41,8 @@ class JobEstimate:
     """Parameters of the trainer rank with most."""
     memory: memory.Memory
     """Bytes by part of the fullest GPU."""
-    step_seconds: dict[str, float]
-    """Seconds by phase of one step (of one update, for a cold start)."""
+    seconds_by_part: dict[str, timing.Parts]
+    """Seconds of one step (of one update, for a cold start) by phase and part."""
     seconds: float
     """Seconds of one whole step, in which phases may overlap."""
     decode_batch: float
@@ -51,6 +52,8 @@ class JobEstimate:
     steps: int
     start_seconds: float
     """Seconds from the start of the job to its first step."""
+    imbalance: float
+    """Work of the slowest data-parallel rank over the mean, minus 1, in a typical update."""
     unfit: Unfit | None
     """Reason why the job does not fit; None if it fits."""
 
@@ -63,6 +66,11 @@ class JobEstimate:
     def reason(self) -> str | None:
         """Reason why the job does not fit; None if it fits."""
         return self.unfit.text if self.unfit else None
+
+    @property
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of one step by phase, with the names of a run's metrics (`seconds/NAME`)."""
+        return {phase: sum(parts.values()) for phase, parts in self.seconds_by_part.items()}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -115,7 +123,9 @@ class JobEstimate:
             "kv_cache_tokens": self.memory.kv_tokens,
             "decode_batch": round(self.decode_batch),
             "tokens_per_step": round(self.tokens),
-            "step_seconds": {name: round(seconds, 3) for name, seconds in self.step_seconds.items()},
+            "seconds_by_phase": _rounded(self.seconds_by_phase),
+            "seconds_by_part": {phase: _rounded(parts) for phase, parts in self.seconds_by_part.items()},
+            "imbalance": round(self.imbalance, 3),
             "seconds_per_step": round(self.seconds, 3),
             "start_seconds": round(self.start_seconds),
             "steps": self.steps,
@@ -171,7 +181,7 @@ def plan(
     needs = memory.job_memory(config, spec, hardware, most)
     phases = timing.phase_seconds(config, spec, hardware, work, needs.kv_tokens)
     held = [stage_parameters(spec, config.parallel, stage).total for stage in range(config.parallel.pipeline)]
-    count = layout.nodes if layout else 1
+    count, per_update = layout.nodes if layout else 1, trees_of_update(config)
     return JobEstimate(
         config=config,
         hardware=hardware,
@@ -180,12 +190,13 @@ def plan(
         active_parameters=active_parameters(spec),
         rank_parameters=max(held),
         memory=needs,
-        step_seconds=phases,
+        seconds_by_part=phases,
         seconds=timing.step_seconds(config, phases),
         decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
         steps=config.sft.steps if alone else config.train.steps,
         start_seconds=timing.start_seconds(spec, hardware, count, memory.value_bytes(config)),
+        imbalance=slowest_rank(config, spec, work, per_update) * config.parallel.data / per_update - 1,
         unfit=unfit or find_shortage(config, needs, hardware),
     )
 
@@ -268,6 +279,10 @@ def find_shortage(config: JobConfig, needs: memory.Memory, hardware: Hardware) -
             f"trainer ranks need {host / GIB:.0f} GiB of a node's {hardware.host_memory / GIB:.0f}",
         )
     return None
+
+
+def _rounded(seconds: timing.Parts) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
 
 
 def _whole(parts: memory.Parts) -> dict[str, int]:

@@ -17,10 +17,11 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.fit import JobEstimate
 from arpo_megatron.plan.memory import colocated, kv_bytes
 from arpo_megatron.plan.parameters import active_parameters
+from arpo_megatron.plan.shares import MEMORY_SHARE, PRODUCT_SHARE
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
 from arpo_megatron.plan.simulated_engine import EngineModel
-from arpo_megatron.plan.timing import MEMORY_SHARE, PRODUCT_SHARE, decoding_step
-from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds, longest_response, mix
+from arpo_megatron.plan.timing import decoding_step
+from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds, longest_response, mix, varied
 
 STEPS = 3
 MOST_TREES = 8
@@ -121,10 +122,7 @@ def rollout_model(plan: JobEstimate) -> tuple[RolloutModel, float]:
         context_s=engine.context_s / part,
         prefill_s=engine.prefill_s / part,
     )
-    family = mix(config, TYPICAL_FILL)
-    low, high = family.segment[0] // 2, family.segment[1] * 3 // 2
-    family = replace(family, segment=(max(1, low), max(1, high)))
-    trained = {"prefill", "decode", "tools"}
+    family = varied(mix(config, TYPICAL_FILL))
     model = RolloutModel(
         engine=engine,
         trees=tuple(family.tree(seed, 64) for seed in range(STEPS * trees)),
@@ -133,7 +131,7 @@ def rollout_model(plan: JobEstimate) -> tuple[RolloutModel, float]:
         limit=longest_response(config),
         initial=family.initial,
         measured=config.algorithm.entropy_tokens,
-        train_s=sum(seconds for name, seconds in plan.step_seconds.items() if name not in trained),
+        train_s=sum(seconds for phase, seconds in plan.seconds_by_phase.items() if phase != "rollout"),
         colocated=colocated(config),
     )
     return model, part

@@ -99,12 +99,14 @@ def _lines(plan: JobEstimate) -> Iterator[str]:
         if parts:
             yield from _table(f"{title}, GiB", {name: value / GIB for name, value in parts.items()})
     step = "an update" if config.sft_only else "a step"
-    yield from _table(f"{step}, seconds", plan.step_seconds, total=plan.seconds)
+    yield from _phases(f"{step}, seconds", plan)
     pool = f"an engine decodes {plan.decode_batch:.0f} paths at a time, its pool holds {needs.kv_tokens:,} tokens"
     last = f"{config.sft.batch} conversations" if config.sft_only else pool
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
     steps = f"{plan.steps} {step.split()[1]}s"
     yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours with a start-up of {plan.start_seconds:.0f} s, without evaluations"
+    if config.parallel.data > 1:
+        yield f"the slowest data-parallel rank has {plan.imbalance:.0%} more work than the mean"
     if not config.sft_only:
         yield _assumptions(config)
     for warning in plan.warnings:
@@ -119,8 +121,18 @@ def _assumptions(config: JobConfig) -> str:
     return f"assumes responses of {TYPICAL_FILL:.0%} of rollout.max_response_tokens, and {calls}{at_most}"
 
 
-def _table(title: str, rows: Mapping[str, float], total: float | None = None) -> Iterator[str]:
-    yield f"{title:<42}{sum(rows.values()) if total is None else total:9.1f}"
+def _phases(title: str, plan: JobEstimate) -> Iterator[str]:
+    """Yield the seconds of each phase, and below it those of its parts if it has several."""
+    yield f"{title:<42}{plan.seconds:9.1f}"
+    for phase, parts in plan.seconds_by_part.items():
+        yield f"  {phase:<40}{sum(parts.values()):9.1f}"
+        if len(parts) > 1:
+            yield from (f"    {name.replace('_', ' '):<38}{seconds:9.1f}" for name, seconds in parts.items())
+    yield ""
+
+
+def _table(title: str, rows: Mapping[str, float]) -> Iterator[str]:
+    yield f"{title:<42}{sum(rows.values()):9.1f}"
     for name, value in rows.items():
         yield f"  {name.replace('_', ' '):<40}{value:9.1f}"
     yield ""

@@ -37,6 +37,8 @@ BUDGETS = (8192, 16384, 32768)
 TOLERANCE = 1.15
 """Ratio of times below which a simpler layout is preferred: the estimates are not better than that, and data-parallel
 ranks are the ones that another number of nodes can change."""
+SAME = 1.01
+"""Ratio of times below which smaller packs are preferred: their attention kernels have fewer lengths to compile."""
 MARGIN = 0.05
 """Share of a GPU's memory that a found layout leaves free, because no GPU has been measured."""
 
@@ -97,7 +99,12 @@ def _simplest_first(fitting: Sequence[JobEstimate]) -> list[JobEstimate]:
     """Return the simplest of the plans that are about as fast as the fastest, then all plans by time."""
     by_time = sorted(fitting, key=_rank)
     near = [found for found in by_time if found.seconds <= TOLERANCE * by_time[0].seconds]
-    return [min(near, key=_complexity), *by_time] if near else []
+    if not near:
+        return []
+    simplest = min(map(_complexity, near))
+    alike = [found for found in near if _complexity(found) == simplest]
+    same = [found for found in alike if found.seconds <= SAME * alike[0].seconds]
+    return [min(same, key=lambda found: found.config.train.token_budget), *by_time]
 
 
 def _distinct(fitting: Sequence[JobEstimate], best: int) -> list[JobEstimate]:
@@ -158,7 +165,7 @@ class _Planner:
             return sum(needs.training.values()) <= (1 - MARGIN) * self.hardware.memory
 
         def seconds(parallel: ParallelConfig) -> float:
-            return self._plan(replace(job, parallel=parallel)).step_seconds["forward_backward"]
+            return self._plan(replace(job, parallel=parallel)).seconds_by_phase["update"]
 
         found = list(recomputations(job.parallel, self.spec, fits))
         return found[0] if len(found) == 1 else min(found, key=seconds, default=None)
@@ -198,14 +205,18 @@ def _can_offload(job: JobConfig) -> bool:
 
 
 def _rank(found: JobEstimate) -> tuple[float, int, float, float]:
-    """Return the sort key. Times are rounded because they are estimates; among equal ones the simplest is first."""
-    busy = sum(found.step_seconds.values())  # with split placement, what waits for the slower side counts, too
-    return round(found.seconds, 1), _dimensions(found.config), round(busy, 1), found.peak_bytes
+    """Return the sort key. Times are estimates, so they have three digits; among equal ones the simplest is first."""
+    busy = sum(found.seconds_by_phase.values())  # with split placement, what waits for the slower side counts, too
+    return _three_digits(found.seconds), _dimensions(found.config), _three_digits(busy), found.peak_bytes
 
 
-def _complexity(found: JobEstimate) -> tuple[int, float, tuple[float, int, float, float]]:
+def _three_digits(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
+
+
+def _complexity(found: JobEstimate) -> tuple[int, float]:
     parallel = found.config.parallel
-    return _dimensions(found.config), parallel.world_size / parallel.data, _rank(found)
+    return _dimensions(found.config), parallel.world_size / parallel.data
 
 
 def _dimensions(config: JobConfig) -> int:

@@ -8,7 +8,8 @@ from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.plan.fit import trees_of_update
 from arpo_megatron.plan.memory import checkpoint_bytes
-from arpo_megatron.plan.timing import layer_traffic, push_is_near, push_traffic, reduction_traffic
+from arpo_megatron.plan.passes import layer_traffic
+from arpo_megatron.plan.timing import push_is_near, push_traffic, reduction_traffic
 from arpo_megatron.plan.workload import typical
 
 

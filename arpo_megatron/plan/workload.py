@@ -41,6 +41,8 @@ class Packing:
     """Predicted tokens."""
     longest: int
     """Largest number of keys of a pack, including inherited ones."""
+    packs: float
+    """Packs. A tree within the budget is a part of one."""
     groups: float
     """Groups of packs: micro-batches of a pipeline. A tree within the budget is a part of one."""
 
@@ -49,6 +51,8 @@ class Packing:
 class Workload:
     """The tree of one task. Values are means over several trees."""
 
+    family: Mix
+    """Family of the trees."""
     trees: tuple[RolloutTree, ...]
     sampled: float
     """MODEL tokens, each once."""
@@ -134,6 +138,12 @@ def mix(config: JobConfig, fill: float) -> Mix:
     )
 
 
+def varied(family: Mix) -> Mix:
+    """Return the family whose MODEL segments have half to three halves of the length."""
+    low, high = family.segment[0] // 2, family.segment[1] * 3 // 2
+    return replace(family, segment=(max(1, low), max(1, high)))
+
+
 def _around(tokens: float) -> tuple[int, int]:
     return max(1, round(tokens)), max(1, round(tokens))
 
@@ -145,12 +155,10 @@ def _sample(mix: Mix, straggler: int, call_s: float) -> Workload:
     # calls, in packs of a tenth, the worst had 0.84 of this bound.
     bound = mix.prompt + mix.samples * ((mix.calls + 1) * mix.segment[1] + mix.calls * mix.result[1])
     trees = tuple(mix.tree(seed, 64) for seed in SEEDS)
-    return _measure(trees, trajectories=mix.samples, tools_s=mix.calls * call_s, straggler=straggler, bound=bound)
+    return _measure(mix, trees, tools_s=mix.calls * call_s, straggler=straggler, bound=bound)
 
 
-def _measure(
-    trees: tuple[RolloutTree, ...], *, trajectories: int, tools_s: float, straggler: int, bound: int
-) -> Workload:
+def _measure(family: Mix, trees: tuple[RolloutTree, ...], *, tools_s: float, straggler: int, bound: int) -> Workload:
     sampled = sum(len(segment) for tree in trees for segment in tree.segments if segment.role is Role.MODEL)
     unique = sum(tree.unique_tokens for tree in trees)
     calls = sum(segment.role is Role.TOOL for tree in trees for segment in tree.segments)
@@ -162,12 +170,13 @@ def _measure(
             if segment.role is Role.MODEL:
                 depth += len(segment) * (starts[index] + len(segment) / 2)
     return Workload(
+        family=family,
         trees=trees,
         sampled=sampled / len(trees),
         prefilled=(unique - sampled) / len(trees),
         unique=unique / len(trees),
         depth=depth / max(1, sampled),
-        trajectories=trajectories,
+        trajectories=family.samples,
         calls=calls / len(trees),
         tools_s=tools_s,
         straggler=straggler,
@@ -182,10 +191,12 @@ def _packing(trees: tuple[RolloutTree, ...], budget: int, limit: int | None) -> 
     ]
     reports = [report_packs(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
     every = [pack for packs in forests for pack in packs]
+    fills = [min(1.0, sum(map(len, packs)) / budget) for packs in forests]
     return Packing(
         computed=mean(found.computed for found in reports),
         pairs=sum(pack.attention_pairs for pack in every) / len(trees),
         targets=sum(len(pack.predictors) for pack in every) / len(trees),
         longest=max(len(pack.token_ids) for pack in every),
-        groups=mean(len(rank_groups(packs, 0)) * min(1.0, sum(map(len, packs)) / budget) for packs in forests),
+        packs=mean(len(packs) * fill for packs, fill in zip(forests, fills, strict=True)),
+        groups=mean(len(rank_groups(packs, 0)) * fill for packs, fill in zip(forests, fills, strict=True)),
     )

@@ -18,7 +18,6 @@ from arpo_megatron.plan.nodes import resolve_on_nodes, scale_to_nodes
 from arpo_megatron.plan.parameters import stage_parameters, whole_model
 from arpo_megatron.plan.report import overrides_between, render, render_search
 from arpo_megatron.plan.search import search
-from arpo_megatron.plan.workload import typical
 
 H100 = GPUS["h100-80"]
 REAL = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.is_generated]
@@ -33,7 +32,7 @@ def test_recipe_layouts_fit_their_gpus(recipe: str) -> None:
         found = plan(resolve.resolve(f"{recipe}+{variant}"), hardware)
         assert found.fits, (variant, found.reason)
         assert not found.warnings, variant
-        assert found.step_seconds.get("weight_push", 0) <= 5, variant
+        assert found.seconds_by_phase.get("push", 0) <= 5, variant
         if variant.endswith(("node", "nodes")):
             assert f"{found.nodes}node" == variant.removesuffix("s")
             assert found.layout and found.layout.gpus_used == found.nodes * hardware.gpus, "no GPU is left idle"
@@ -73,12 +72,18 @@ def test_impossible_job_has_a_reason(recipe: str, overrides: list[str], gpu: str
     assert reason in (found.reason or "")
 
 
+def passes(found: JobEstimate) -> float:
+    """Return the seconds of an update's forward and backward passes."""
+    update = found.seconds_by_part["update"]
+    return sum(update.values()) - update["gradient_reduction"] - update["optimizer"]
+
+
 def test_offloaded_state_counts_as_host_memory() -> None:
     job = resolve.resolve("deepsearch_32b+1node")
     there, here = (plan(replace(job, optimizer=replace(job.optimizer, offload=value)), H100) for value in (True, False))
     assert there.memory.training["optimizer"] == 0 < here.memory.training["optimizer"]
     assert there.memory.host["optimizer"] > here.memory.training["optimizer"]
-    assert there.step_seconds["optimizer"] > 10 * here.step_seconds["optimizer"]
+    assert there.seconds_by_part["update"]["optimizer"] > 10 * here.seconds_by_part["update"]["optimizer"]
     half = plan(replace(job, optimizer=replace(job.optimizer, offload=True, offload_fraction=0.5)), H100)
     assert half.memory.training["optimizer"] == pytest.approx(here.memory.training["optimizer"] / 2)
     assert half.memory.host["optimizer"] == pytest.approx(there.memory.host["optimizer"] / 2)
@@ -97,12 +102,13 @@ def test_expert_gradients_are_reduced_over_expert_replicas(nodes: str) -> None:
     held = stage_parameters(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"], job.parallel, 0)
     own = held.dense / job.parallel.data + held.experts / copies
     assert found.memory.training["optimizer"] == 12 * own
-    # Reads and writes weights and moments (24), reads the gradient (4), writes the weight (2): at 0.7 of the memory.
-    updates = job.algorithm.minibatches
-    assert found.step_seconds["optimizer"] == pytest.approx(updates * 30 * own / (0.7 * H100.memory_speed))
+    # Of its own: reads the gradient for norm (4) and step (4), reads and writes weights and moments (24), writes the
+    # weight (2). Of all: zeroes the gradient (4). At 0.7 of the memory's speed.
+    updates, size = job.algorithm.minibatches, 34 * own + 4 * held.total
+    assert found.seconds_by_part["update"]["optimizer"] == pytest.approx(updates * size / (0.7 * H100.memory_speed))
     away = held.dense * (1 - 1 / job.parallel.data) + held.experts * (1 - 1 / copies)
     link = H100.link if nodes == "1node" else H100.network
-    assert found.step_seconds["gradient_reduction"] == pytest.approx(updates * 6 * away / (0.7 * link))
+    assert found.seconds_by_part["update"]["gradient_reduction"] == pytest.approx(updates * 6 * away / (0.7 * link))
 
 
 def test_data_parallel_ranks_divide_optimizer_and_work() -> None:
@@ -112,7 +118,10 @@ def test_data_parallel_ranks_divide_optimizer_and_work() -> None:
     )
     assert four.memory.training["optimizer"] == pytest.approx(two.memory.training["optimizer"] / 2)
     assert four.memory.training["weights"] == two.memory.training["weights"]
-    assert four.step_seconds["forward_backward"] == pytest.approx(two.step_seconds["forward_backward"] / 2)
+    assert passes(two) / 2 < passes(four) < 1.2 * passes(two) / 2, (
+        "of fewer trees the slowest rank has more of the work"
+    )
+    assert 0 < two.imbalance < four.imbalance < 0.2
 
 
 def test_ranks_without_trees_are_a_warning() -> None:
@@ -121,57 +130,31 @@ def test_ranks_without_trees_are_a_warning() -> None:
         plan(resolve.resolve("deepsearch_14b", overrides=[f"parallel.data={n}", f"engine.replicas={n}"]), H100)
         for n in (8, 32)
     )
-    assert many.step_seconds["forward_backward"] == some.step_seconds["forward_backward"]
+    assert passes(many) == passes(some)
     assert not some.warnings
     assert "warning: parallel.data=32, but 8 trees an update: 24 of 32 ranks wait" in render(many)
 
 
-def test_decoding_is_memory_bound_and_training_compute_bound() -> None:
-    """Each part depends on its own hardware values only."""
+def test_parts_of_a_step_depend_on_their_own_hardware_values_only() -> None:
     job = resolve.resolve("deepsearch_14b")
-    before = plan(job, H100).step_seconds
-    memory = plan(job, replace(H100, memory_speed=2 * H100.memory_speed)).step_seconds
-    products = plan(job, replace(H100, bf16_flops=2 * H100.bf16_flops)).step_seconds
-    assert memory["decode"] < 0.8 * before["decode"] and products["decode"] == before["decode"]
-    assert products["forward_backward"] < 0.6 * before["forward_backward"]
-    assert memory["forward_backward"] == before["forward_backward"]
-    assert products["prefill"] == pytest.approx(before["prefill"] / 2)
-
-
-@pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_14b+fp8", "moe_30b_a3b"])
-def test_forward_time_is_the_sum_of_its_products(recipe: str) -> None:
-    """With FP8, head and edge layers stay in bfloat16; attention is slower, and only experts are narrow."""
-    job = resolve.resolve(recipe)
-    spec, trees = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
-    packing = trees.packing(job)
-    fast = replace(H100, link=1e30, network=1e30)
-    one = H100.bf16_flops * 0.6
-    edges = 2 / spec.layers if "fp8" in recipe else 1.0
-    product = edges / one + (1 - edges) / (H100.fp8_flops * 0.4)
-    mlp = 3 * spec.hidden * spec.ffn * product
-    if spec.experts is not None:
-        mlp = mlp * spec.experts.top_k / 0.5 + spec.hidden * spec.experts.count * product
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    layer = 2 * packing.computed * (2 * spec.hidden * (queries + keys) * product + mlp)
-    layer += 4 * queries * packing.pairs / (H100.bf16_flops * 0.3)
-    seconds = spec.layers * layer + 2 * spec.hidden * spec.vocabulary * packing.targets / one
-    own = job.train.tasks_per_step / job.parallel.data
-    assert plan(job, fast).step_seconds["old_logprobs"] == pytest.approx(own * seconds / job.parallel.tensor, rel=1e-4)
-
-
-def test_pipeline_bubble_includes_collectives() -> None:
-    """Half the bubble halves both work and waits."""
-    overrides = ["parallel.pipeline=4", "parallel.data=1"]
-    jobs = [
-        resolve.resolve("deepsearch_14b", overrides=[*overrides, f"parallel.virtual_pipeline={chunks}"])
-        for chunks in (1, 2)
-    ]
-    work, waits = (
-        [plan(job, hardware).step_seconds["forward_backward"] for job in jobs]
-        for hardware in (replace(H100, link=1e30, network=1e30), replace(H100, bf16_flops=1e30))
+    before, memory, products = (
+        plan(job, hardware).seconds_by_part
+        for hardware in (
+            H100,
+            replace(H100, memory_speed=2 * H100.memory_speed),
+            replace(H100, bf16_flops=2 * H100.bf16_flops),
+        )
     )
-    assert work[0] > 1.03 * work[1]
-    assert waits[0] / waits[1] == pytest.approx(work[0] / work[1])
+    assert memory["rollout"]["decode"] < 0.8 * before["rollout"]["decode"] == 0.8 * products["rollout"]["decode"]
+    assert products["rollout"]["prefill"] == pytest.approx(before["rollout"]["prefill"] / 2)
+    for phase in ("logprobs", "update"):
+        for part in ("attention", "matrix_products"):
+            assert products[phase][part] == pytest.approx(before[phase][part] / 2)
+            assert memory[phase][part] == before[phase][part]
+        kernels, one = "memory_bound_kernels", before[phase]
+        assert memory[phase][kernels] == pytest.approx(one[kernels] / 2) and products[phase][kernels] == one[kernels]
+        saved = 2 * one["head"] - memory[phase]["head"] - products[phase]["head"]
+        assert saved == pytest.approx(one["head"] / 2), "the head has products and memory-bound kernels"
 
 
 def test_push_time_is_that_of_the_busiest_rank() -> None:
@@ -179,29 +162,29 @@ def test_push_time_is_that_of_the_busiest_rank() -> None:
     size = 2 * one.parameters
     jobs = [resolve.resolve(f"deepsearch_14b+{variant}") for variant in ("1node", "split")]
     near, far = (size * max(1 / job.engine.tensor, job.engine.replicas / job.parallel.world_size) for job in jobs)
-    assert one.step_seconds["weight_push"] == pytest.approx(1 + near / (0.7 * H100.link))
-    assert split.step_seconds["weight_push"] == pytest.approx(1 + far / (0.7 * H100.network))
+    assert one.seconds_by_phase["push"] == pytest.approx(1 + near / (0.7 * H100.link))
+    assert split.seconds_by_phase["push"] == pytest.approx(1 + far / (0.7 * H100.network))
     gloo, files = (
         plan(resolve.resolve("deepsearch_14b+1node", overrides=[f"sync.transport={kind}"]), H100)
         for kind in ("network", "disk")
     )
-    assert gloo.step_seconds["weight_push"] == pytest.approx(1 + near / 4e9)
+    assert gloo.seconds_by_phase["push"] == pytest.approx(1 + near / 4e9)
     engines = jobs[0].engine.replicas
-    assert files.step_seconds["weight_push"] == pytest.approx(1 + (1 + engines) * size / H100.filesystem)
+    assert files.seconds_by_phase["push"] == pytest.approx(1 + (1 + engines) * size / H100.filesystem)
 
 
 @pytest.mark.parametrize("recipe", ["deepsearch_14b", "deepsearch_32b", "moe_30b_a3b"])
 def test_planned_push_takes_seconds_and_does_not_grow_with_nodes(recipe: str) -> None:
     job = resolve.resolve(f"{recipe}+4nodes")
     jobs = [scale_to_nodes(job, nodes, 8) for nodes in (4, 8, 16)]
-    seconds = [plan(job, H100).step_seconds["weight_push"] for job in jobs]
+    seconds = [plan(job, H100).seconds_by_phase["push"] for job in jobs]
     assert max(seconds) <= 1.5
     assert seconds == pytest.approx([seconds[0]] * 3)
 
 
 def test_push_to_fp8_engines_takes_about_half_the_time() -> None:
     one, fp8 = (
-        plan(resolve.resolve(f"deepsearch_14b+4nodes{more}"), H100).step_seconds["weight_push"] - 1
+        plan(resolve.resolve(f"deepsearch_14b+4nodes{more}"), H100).seconds_by_phase["push"] - 1
         for more in ("", "+fp8_engine")
     )
     assert 0.5 < fp8 / one < 0.6
@@ -218,20 +201,20 @@ def test_step_is_not_shorter_than_its_longest_response() -> None:
     job = resolve.resolve("deepsearch_14b+16nodes")
     weights = 2 * whole_model(KNOWN_MODELS["Qwen/Qwen3-14B"]).total / job.engine.tensor
     one = weights / (0.7 * H100.memory_speed) + 0.003  # one path reads the weights once per token
-    assert job.rollout.max_response_tokens * one < plan(job, H100).step_seconds["decode"]
+    assert job.rollout.max_response_tokens * one < plan(job, H100).seconds_by_part["rollout"]["decode"]
 
 
 def test_training_is_not_faster_than_the_peak() -> None:
     found = plan(resolve.resolve("deepsearch_14b"), H100)
     floor = 6 * found.parameters * found.tokens / (16 * H100.bf16_flops)
-    assert floor < found.step_seconds["forward_backward"] < 5 * floor
+    assert floor < passes(found) < 5 * floor
 
 
 def test_split_engines_overlap_with_training() -> None:
     found = plan(resolve.resolve("deepsearch_14b+split"), H100)
     assert found.layout and (found.layout.trainer_nodes, found.layout.engine_nodes) == (2, 2)
     assert "kv_cache" in found.memory.engine and "kv_cache" not in found.memory.rollout
-    assert found.seconds < sum(found.step_seconds.values())
+    assert found.seconds < sum(found.seconds_by_phase.values())
 
 
 @pytest.mark.parametrize(
@@ -339,10 +322,10 @@ def test_search_takes_the_faster_transport() -> None:
 def test_saves_lending_and_start_are_counted() -> None:
     job = resolve.resolve("deepsearch_14b")
     found, split = plan(job, H100), plan(resolve.resolve("deepsearch_14b+split"), H100)
-    assert found.step_seconds["memory_lending"] > 0
-    assert "memory_lending" not in split.step_seconds
+    assert found.seconds_by_phase["lend"] > 0
+    assert "lend" not in split.seconds_by_phase
     rare = plan(replace(job, train=replace(job.train, save_every=50)), H100)
-    assert found.step_seconds["saves"] == pytest.approx(10 * rare.step_seconds["saves"])
+    assert found.seconds_by_phase["save"] == pytest.approx(10 * rare.seconds_by_phase["save"])
     # 14.8 billion parameters of 14 bytes at 0.1 GB/s: longer than five steps, which wait for it.
     slow = plan(job, replace(H100, filesystem=1e8))
     assert 5 * slow.seconds == pytest.approx(14 * slow.parameters / 1e8, rel=0.01)
@@ -378,8 +361,24 @@ def test_rendered_parts_add_up() -> None:
     text = render(found)
     assert "Qwen/Qwen3-14B, 14.77 billion parameters" in text
     assert text.endswith("fits\n")
-    for part in (*found.memory.training, *found.memory.rollout, *found.step_seconds):
+    for part in (*found.memory.training, *found.memory.rollout, *found.seconds_by_phase):
         assert part.replace("_", " ") in text
+    assert found.seconds == pytest.approx(sum(found.seconds_by_phase.values()))
+    for phase in ("rollout", "logprobs", "update"):
+        first, *rest = text[text.index(f"\n  {phase} ") + 1 :].splitlines()
+        parts = found.seconds_by_part[phase]
+        assert first.split() == [phase, f"{sum(parts.values()):.1f}"]
+        assert [line.split()[-1] for line in rest[: len(parts)]] == [f"{seconds:.1f}" for seconds in parts.values()]
+
+
+def test_phases_of_a_plan_have_the_names_of_a_runs_metrics() -> None:
+    measured = Path(__file__).parents[2].joinpath("docs", "reference", "run-directory.md").read_text()
+    phases = [plan(resolve.resolve(job), H100).seconds_by_phase for job in ("deepsearch_14b", "sft_7b")]
+    assert [*phases[0]] == ["rollout", "lend", "logprobs", "update", "push", "save"] and [*phases[1]] == [
+        "update",
+        "save",
+    ]
+    assert all(f"| `seconds/{phase}` |" in measured for phase in phases[0])
 
 
 def arpo(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -391,7 +390,8 @@ def test_plan_command_prints_json_and_fails_if_the_job_does_not_fit() -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["fits"], found["parameters"]) == (0, True, 30_532_122_624)
     assert {"weights", "gradients", "optimizer", "activations", "logits"} <= found["memory_per_rank_bytes"].keys()
-    assert {"prefill", "decode", "forward_backward", "weight_push"} <= found["step_seconds"].keys()
+    assert {"rollout", "logprobs", "update", "push"} <= found["seconds_by_phase"].keys()
+    assert {"attention", "memory_bound_kernels", "head"} <= found["seconds_by_part"]["update"].keys()
     searched = json.loads(arpo("plan", "sft_7b", "--json").stdout)
     assert searched["tried"] == searched["fit"] + sum(searched["failed"].values()) and len(searched["best"]) == 5
     assert all(reason and count > 0 for reason, count in searched["failed"].items())
@@ -418,9 +418,17 @@ def test_plan_takes_limits_of_tools_from_their_definition(tmp_path: Path) -> Non
 
     file = f"sandbox.file={tmp_path / 'tools.yaml'}"
     free, slow = of(), of(file, rate=0.01)
-    assert slow.step_seconds["tools"] > 10 * free.step_seconds["tools"], "the rate of web searches bounds a step"
-    assert of(file, rate=1e6).step_seconds == free.step_seconds
-    assert of(file, "sandbox.replicas=4", rate=0.01).step_seconds["tools"] == slow.step_seconds["tools"] / 4
-    assert of("rollout.tool_timeout_s=1").step_seconds["tools"] == free.step_seconds["tools"] / 2
+    assert slow.seconds_by_part["rollout"]["tools"] > 10 * free.seconds_by_part["rollout"]["tools"], (
+        "the rate of web searches bounds a step"
+    )
+    assert of(file, rate=1e6).seconds_by_part == free.seconds_by_part
+    assert (
+        of(file, "sandbox.replicas=4", rate=0.01).seconds_by_part["rollout"]["tools"]
+        == slow.seconds_by_part["rollout"]["tools"] / 4
+    )
+    assert (
+        of("rollout.tool_timeout_s=1").seconds_by_part["rollout"]["tools"]
+        == free.seconds_by_part["rollout"]["tools"] / 2
+    )
     assert "tool call(s) a path of 2 s each\n" in render(free), "what no definition has is an assumption that is shown"
     assert "web searches at 0.01 a second or fewer (search.web.requests_per_s)" in render(of(file, rate=0.01))
