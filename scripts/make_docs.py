@@ -58,12 +58,13 @@ def render_algorithms(page: str) -> str:
     return _between("components", _components(), _between("presets", _presets(), page))
 
 
-MEASURED: dict[str, float] = {}
-"""Seconds per step of `RECIPE+layout`, measured on the GPUs of that layout with `arpo train`."""
+MEASURED: dict[str, dict[str, float]] = {}
+"""Seconds by phase of `RECIPE+layout`, or of a recipe's own layout, measured on the GPUs of that layout:
+`measured_seconds_by_phase` of `arpo plan RECIPE --measured RUN --json`."""
 
 
 def render_plans(page: str) -> str:
-    """Return the page about planning with its table of the recipes' layouts."""
+    """Return the page about planning with its tables of the recipes' layouts and of their phases."""
     rows = [
         "| recipe | layout | GPUs | seconds per step | measured | GPU-hours | GiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -71,12 +72,36 @@ def render_plans(page: str) -> str:
     for recipe, layout in ((name, each) for name in resolve.recipe_names() for each in resolve.layout_names(name)):
         name = f"{recipe}+{layout}"
         found = plan(resolve.resolve(name), GPUS[resolve.gpu_of(name)])
-        seconds = f"{found.seconds:.{0 if found.seconds >= 10 else 1}f}"
+        planned, measured = _seconds(found.seconds), _seconds(sum(MEASURED.get(name, {}).values()) or None)
         rows.append(
-            f"| `{recipe}` | `{layout}` | {found.gpus} {found.hardware.name} | {seconds} | {MEASURED.get(name, '')} | "
+            f"| `{recipe}` | `{layout}` | {found.gpus} {found.hardware.name} | {planned} | {measured} | "
             f"{found.gpu_hours:.0f} | {found.peak_bytes / GIB:.0f} |"
         )
-    return _between("plans", rows, page)
+    return _between("plans", rows, _between("phases", _phases(), page))
+
+
+def _phases() -> list[str]:
+    """Two rows per recipe with a layout: its seconds by phase and part, planned and measured."""
+    phases = ("rollout", "lend", "logprobs", "update", "push", "save")
+    parts = ("attention", "matrix_products", "memory_bound_kernels", "head", "gradient_reduction", "optimizer")
+    titles = ["recipe", "", "step", *phases, *(name.replace("_", " ") for name in (*parts, "other"))]
+    rows = [f"| {' | '.join(titles)} |", "|" + " --- |" * len(titles)]
+    for recipe in (name for name in resolve.recipe_names() if resolve.layout_names(name)):
+        found = plan(resolve.resolve(recipe), GPUS[resolve.gpu_of(recipe)])
+        update = found.seconds_by_part["update"]
+        own = {name: update[name] for name in parts}
+        other = {"other": sum(update.values()) - sum(own.values())}
+        cells = [found.seconds, *(found.seconds_by_phase.get(phase) for phase in phases)]
+        cells += [*own.values(), *other.values()]
+        rows.append(f"| `{recipe}` | planned | {' | '.join(map(_seconds, cells))} |")
+        measured = MEASURED.get(recipe, {})
+        cells = [sum(measured.values()) or None, *(measured.get(phase) for phase in phases)]
+        rows.append(f"| | measured | {' | '.join(map(_seconds, cells))} |{' |' * (len(parts) + 1)}")
+    return rows
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.{0 if value >= 9.95 else 1}f}"
 
 
 def _between(name: str, rows: list[str], page: str) -> str:

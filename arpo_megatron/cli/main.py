@@ -261,26 +261,41 @@ def plan_command(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Also simulate rollouts to choose admission and staleness (minutes).")
     ] = False,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Plan with the config of this run, and print the seconds of its steps next to the plan's.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
 ) -> None:
     """Estimate a job: memory by part, seconds by phase, GPU-hours, and better layouts on the same number of GPUs.
 
     Exits with code 1 if the job does not fit.
     """
     from arpo_megatron.plan import Hardware, plan, report
+    from arpo_megatron.plan.measured import measured_seconds
     from arpo_megatron.plan.nodes import resolve_on_nodes
     from arpo_megatron.plan.recommend import recommend
     from arpo_megatron.plan.search import search as search_layouts
 
     hardware = Hardware.named(gpu or resolve.gpu_of(recipe)) if cluster is None else _hardware_of(cluster)
-    job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=config, overrides=overrides or ())
+    run = None if measured is None else open_run(measured)
+    if run is not None and config is not None:
+        raise UserError("--measured plans with the run's own config: leave out --config")
+    file = config if run is None else run.config
+    job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=file, overrides=overrides or ())
     found = plan(job, hardware, nodes)
+    taken = None if run is None else measured_seconds(run, sft=found.config.sft_only)
     others = search_layouts(found.config, hardware) if search else None
     rollouts = recommend(found) if simulate and not found.config.sft_only else None
     if as_json:
         simulated = rollouts.to_dict() if rollouts else {}
-        print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {}), **simulated}))
+        steps = {} if taken is None else {"measured_seconds_by_phase": taken}
+        print(json.dumps({**found.to_dict(), "best": [], **(others.to_dict() if others else {}), **simulated, **steps}))
     else:
-        print(report.render(found), end="" if others is None else "\n")
+        print(report.render(found, taken), end="" if others is None else "\n")
         if others is not None:
             print(report.render_search(others), end="")
         if rollouts is not None:

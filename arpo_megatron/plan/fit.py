@@ -12,6 +12,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan import memory, timing
 from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_placement
 from arpo_megatron.plan.parameters import active_parameters, stage_parameters, whole_model
+from arpo_megatron.plan.passes import Parts
 from arpo_megatron.plan.slowest_rank import slowest_rank
 from arpo_megatron.plan.workload import Workload, largest, typical
 
@@ -41,7 +42,7 @@ class JobEstimate:
     """Parameters of the trainer rank with most."""
     memory: memory.Memory
     """Bytes by part of the fullest GPU."""
-    seconds_by_part: dict[str, timing.Parts]
+    seconds_by_part: dict[str, Parts]
     """Seconds of one step (of one update, for a cold start) by phase and part."""
     seconds: float
     """Seconds of one whole step, in which phases may overlap."""
@@ -281,7 +282,7 @@ def find_shortage(config: JobConfig, needs: memory.Memory, hardware: Hardware) -
     return None
 
 
-def _rounded(seconds: timing.Parts) -> dict[str, float]:
+def _rounded(seconds: Parts) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 

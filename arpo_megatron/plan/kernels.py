@@ -1,8 +1,8 @@
 """Bytes that memory-bound kernels read and write in a pass: norms, rotary embeddings, copies, residuals, activations.
 
 Transformer Engine's layers around FlexAttention are counted (te_layers.py): each kernel reads its inputs and writes its
-outputs once, in the type of the activations. Tensors of one number per token or head are left out. What products and
-attention read and write is a part of their share of the peak. FP8 casts are a part of `FP8_SHARE`.
+outputs once, in the type of the activations. Tensors of one number per token or head are left out. Reads and writes of
+products and of attention are a part of their share of the peak, FP8 casts a part of `FP8_SHARE`.
 """
 
 from arpo_megatron.config import ParallelConfig

@@ -22,9 +22,14 @@ LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
 """Config keys that a search changes."""
 
 
-def render(plan: JobEstimate) -> str:
-    """Return a plan as text: sizes, memory by part, seconds by phase, and whether the job fits."""
-    return "\n".join(_lines(plan)) + "\n"
+def render(plan: JobEstimate, measured: Mapping[str, float] | None = None) -> str:
+    """Return a plan as text: sizes, memory by part, seconds by phase and part, and whether the job fits.
+
+    Args:
+        plan: the plan.
+        measured: seconds of a run's steps by phase, for a second column.
+    """
+    return "\n".join(_lines(plan, measured)) + "\n"
 
 
 def render_search(found: LayoutSearchResult) -> str:
@@ -79,7 +84,7 @@ def _engines(engine: EngineConfig, colocated: bool) -> str:
     return f"{count} of {engine.tensor} GPU(s), {where}"
 
 
-def _lines(plan: JobEstimate) -> Iterator[str]:
+def _lines(plan: JobEstimate, measured: Mapping[str, float] | None) -> Iterator[str]:
     config, needs = plan.config, plan.memory
     model = config.model.hub_id or config.model.path or "a random model"
     size = f"{plan.parameters / 1e9:.2f}" if plan.parameters > 1e8 else f"{plan.parameters / 1e9:.4f}"
@@ -99,7 +104,7 @@ def _lines(plan: JobEstimate) -> Iterator[str]:
         if parts:
             yield from _table(f"{title}, GiB", {name: value / GIB for name, value in parts.items()})
     step = "an update" if config.sft_only else "a step"
-    yield from _phases(f"{step}, seconds", plan)
+    yield from _phases(f"{step}, seconds", plan, measured)
     pool = f"an engine decodes {plan.decode_batch:.0f} paths at a time, its pool holds {needs.kv_tokens:,} tokens"
     last = f"{config.sft.batch} conversations" if config.sft_only else pool
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
@@ -121,13 +126,24 @@ def _assumptions(config: JobConfig) -> str:
     return f"assumes responses of {TYPICAL_FILL:.0%} of rollout.max_response_tokens, and {calls}{at_most}"
 
 
-def _phases(title: str, plan: JobEstimate) -> Iterator[str]:
-    """Yield the seconds of each phase, and below it those of its parts if it has several."""
-    yield f"{title:<42}{plan.seconds:9.1f}"
+def _phases(title: str, plan: JobEstimate, measured: Mapping[str, float] | None) -> Iterator[str]:
+    """Yield the seconds of each phase, and below it those of its parts if it has several; at last unplanned phases."""
+    taken = measured or {}
+
+    def column(seconds: float | None) -> str:
+        if measured is None:
+            return ""
+        return f"{'-':>11}" if seconds is None else f"{seconds:11.1f}"
+
+    if measured is not None:
+        yield f"{'':<42}{'planned':>9}{'measured':>11}"
+    yield f"{title:<42}{plan.seconds:9.1f}{column(sum(taken.values()))}"
     for phase, parts in plan.seconds_by_part.items():
-        yield f"  {phase:<40}{sum(parts.values()):9.1f}"
+        yield f"  {phase:<40}{sum(parts.values()):9.1f}{column(taken.get(phase))}"
         if len(parts) > 1:
             yield from (f"    {name.replace('_', ' '):<38}{seconds:9.1f}" for name, seconds in parts.items())
+    for phase in sorted(taken.keys() - plan.seconds_by_part.keys()):
+        yield f"  {phase:<40}{'-':>9}{column(taken[phase])}"
     yield ""
 
 

@@ -69,7 +69,7 @@ def test_parts_of_an_update() -> None:
 
 
 def test_head_is_on_the_last_stage_and_bubbles_are_those_of_layers() -> None:
-    """Of p stages, p - 1 wait for the layers of a group's first pass; interleaved ones for a part of them."""
+    """The stages but one wait for the layers of a group; interleaved ones wait for a part of them."""
     one, four, interleaved = (
         plan(
             resolve.resolve(
