@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from arpo_megatron.actor.attention import use_attention_backend
 from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatches
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
@@ -122,6 +123,7 @@ class Actor:
             chunk.config.finalize_model_grads_func = self.clock.stopping(sum_gradients)
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
             fuse_weight_gradients(chunk)
+            use_attention_backend(chunk, config.model.attention_backend)
         self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer

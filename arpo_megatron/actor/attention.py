@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from arpo_megatron.actor.attention_plan import AttentionPlan
 from arpo_megatron.actor.context import lookup
 from arpo_megatron.actor.flex_attention import FlexPlan, flex_tree_attention
+from arpo_megatron.config import AttentionBackend
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -60,6 +61,9 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no ty
     The handle in `attention_mask` leads to the layout of the pack (see context.py).
     """
 
+    backend: AttentionBackend = "auto"
+    """Kernels on a GPU."""
+
     def __init__(
         self,
         config: Any,
@@ -90,7 +94,14 @@ class TreeAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no ty
         keys, values = context.keys_and_values(self.layer_number, key.squeeze(1), value.squeeze(1))
         plan, tensors = context.plan, (query.squeeze(1), keys, values)
         if isinstance(plan, FlexPlan):
-            output = flex_tree_attention(*tensors, plan, self.softmax_scale)
+            output = flex_tree_attention(*tensors, plan, self.softmax_scale, self.backend)
         else:
             output = tree_attention(*tensors, plan, self.softmax_scale)
         return output.reshape(len(query), 1, -1)
+
+
+def use_attention_backend(chunk: nn.Module, backend: AttentionBackend) -> None:
+    """Choose the kernels of all layers of a model chunk (`model.attention_backend`)."""
+    for module in chunk.modules():
+        if isinstance(module, TreeAttention):
+            module.backend = backend

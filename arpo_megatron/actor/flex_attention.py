@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from arpo_megatron.actor.parallel import move
+from arpo_megatron.config import AttentionBackend
 from arpo_megatron.packing.layout import ATTENTION_BLOCK, padded_lengths
 
 COMPILED_LENGTHS = 256
@@ -146,7 +147,14 @@ def _mask_mod(position: Tensor, end: Tensor) -> Callable[[Tensor, Tensor, Tensor
     return attends
 
 
-def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPlan, scale: float) -> Tensor:
+def kernel_options(backend: AttentionBackend) -> dict[str, Any] | None:
+    """Return torch's options of the kernels (`FlexKernelOptions`); None leaves the choice to torch."""
+    return {"BACKEND": "FLASH"} if backend == "flash" else None
+
+
+def flex_tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: FlexPlan, scale: float, backend: AttentionBackend = "auto"
+) -> Tensor:
     """Compute attention of one pack under its tree mask.
 
     On a CPU this has no gradient and computes every pair: for tests only.
@@ -157,6 +165,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPla
         value: [n, groups, head_dim].
         plan: from `flex_plan`, on the same device.
         scale: factor of the scores.
+        backend: `model.attention_backend`.
 
     Returns:
         [q, heads, head_dim] in the dtype of `query`; zeros for padding.
@@ -172,6 +181,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: FlexPla
         block_mask=plan.mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=kernel_options(backend),
     )
     result = output.squeeze(0).transpose(0, 1)[: len(query)]
     return result if len(result) == len(query) else pad(result, (0, 0, 0, 0, 0, len(query) - len(result)))

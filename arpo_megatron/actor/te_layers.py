@@ -6,8 +6,7 @@ include the norm before them (`linear_qkv.layer_norm_weight`), and all experts o
 float32 on CUDA uses Megatron's own layers. TE computes float32 products in TF32 with 10 bits of mantissa; float32 here
 serves to compare numbers.
 
-Flat packs use FlexAttention too. TE's fused attention would need the keys of inherited ancestors as separate sequences,
-and a batch of trees and sequences would use different kernels for old log-probs and for training.
+Flat packs use FlexAttention too; docs/internals/attention.md has the reasons against TE's fused attention.
 
 Megatron's fusions, with TE 2.11 and megatron-core 0.16.1:
 

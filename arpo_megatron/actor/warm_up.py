@@ -17,7 +17,7 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.flex_attention import flex_plan, flex_tree_attention
 from arpo_megatron.actor.model import DTYPES
-from arpo_megatron.config import JobConfig
+from arpo_megatron.config import AttentionBackend, JobConfig
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.balance import TYPICAL_COST, CostModel
 from arpo_megatron.packing.layout import TreePack, padded_lengths
@@ -42,6 +42,8 @@ class AttentionKernels:
     """Context-parallel ranks, which share a pack."""
     cost: CostModel = TYPICAL_COST
     """Model of the work that balances these ranks."""
+    backend: AttentionBackend = "auto"
+    """`model.attention_backend`."""
     ready: set[Lengths] = field(default_factory=set)
 
     @classmethod
@@ -50,7 +52,8 @@ class AttentionKernels:
         layout = config.parallel
         heads, groups = spec.heads // layout.tensor, max(1, spec.kv_heads // layout.tensor)
         dtype = DTYPES[config.model.dtype]
-        return cls(heads, groups, spec.head_dim, dtype, layout.context, CostModel.of(spec))
+        backend = config.model.attention_backend
+        return cls(heads, groups, spec.head_dim, dtype, layout.context, CostModel.of(spec), backend)
 
     def prepare(self, packs: Iterable[TreePack], log: Callable[[str], None]) -> None:
         """Compile the kernels that packs need and no earlier packs did. On a CPU it does nothing.
@@ -101,7 +104,8 @@ class AttentionKernels:
         ]
         for gradient in (False, True):  # compiled separately
             with torch.set_grad_enabled(gradient):
-                output = flex_tree_attention(inputs[0], inputs[1], inputs[2], plan, self.head_dim**-0.5)
+                query, key, value = inputs
+                output = flex_tree_attention(query, key, value, plan, self.head_dim**-0.5, self.backend)
         output.sum().backward()
         beat()
 

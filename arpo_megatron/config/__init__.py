@@ -10,7 +10,7 @@ from arpo_megatron.config.algorithm import AlgorithmConfig
 from arpo_megatron.config.data import DataConfig
 from arpo_megatron.config.engine import EngineConfig
 from arpo_megatron.config.evaluation import EvalConfig
-from arpo_megatron.config.fields import Fp8Recipe, Platform
+from arpo_megatron.config.fields import AttentionBackend, Fp8Recipe, Platform
 from arpo_megatron.config.job import JobConfig
 from arpo_megatron.config.model import ModelConfig
 from arpo_megatron.config.monitor import MonitorConfig
@@ -25,6 +25,7 @@ from arpo_megatron.config.train import TrainConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AttentionBackend",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",

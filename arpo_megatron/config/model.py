@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from arpo_megatron.config.fields import (
     STRICT,
+    AttentionBackend,
     Fp8Recipe,
     NonNegative,
     NonNegativeFloat,
@@ -35,6 +36,10 @@ class ModelConfig:
     transformer_impl: Literal["auto", "transformer_engine"] = "auto"
     """Layers of a bfloat16 model. `auto`: Transformer Engine's with FP8 or on a GPU that has it installed, else
     Megatron's own. `transformer_engine`: always; on a CPU its extension is emulated."""
+    attention_backend: AttentionBackend = "auto"
+    """Kernels of the trainer's attention on a GPU. `auto`: FlexAttention's in Triton. `flash`: FlexAttention's FLASH
+    backend, which compiles the kernels of FlashAttention 4 (Hopper GPU, flash-attn-4, bfloat16, heads of at most 128);
+    its backward pass adds the gradients of queries in an order that varies."""
     bf16_edge_layers: NonNegative = 0
     """With fp8 `current` or `blockwise`: this many first and this many last layers keep bfloat16 products."""
     fp32_head: bool = False

@@ -17,6 +17,12 @@ weight gradient quantizes 128 tokens of a feature together, in a sum that mixes 
 FP8_FEATURES: Mapping[str, int] = {"none": 1, "current": 16, "blockwise": 128}
 """Rows and columns of a rank's part of an FP8 weight are multiples of this."""
 
+FLASH_HEADS = (8, 128)
+"""Head widths of FlexAttention's FLASH backend on Hopper: multiples of the first, up to the second.
+
+The tensors' rows are multiples of 16 bytes. Beyond 128 its forward kernel takes fewer than 128 keys at once, and a
+block of the mask (`ATTENTION_BLOCK`) must be one such tile."""
+
 PROTOCOL_TAGS = ("think", "result", "answer")
 """Tags that are not tools."""
 _TAG_NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -50,6 +56,8 @@ def check_job(config: "JobConfig") -> None:
             f"{config.train.tasks_per_step}: a batch holds at least one task"
         )
     _check_fp8(config)
+    if config.model.attention_backend == "flash" and config.model.dtype != "bfloat16":
+        raise ValueError(f"model.attention_backend=flash needs model.dtype=bfloat16, not {config.model.dtype}")
     if config.engine.deterministic and config.engine.attention_backend == "flashinfer":
         raise ValueError(
             "engine.deterministic=true needs engine.attention_backend=fa3 or triton: with flashinfer SGLang turns its "
@@ -248,6 +256,7 @@ def _check_generated_model(model: "ModelConfig", parallel: "ParallelConfig") -> 
         raise ValueError(
             f"model.hidden_size={model.hidden_size} / model.heads={model.heads}: rotary positions need an even quotient"
         )
+    check_heads(model, head)
     if model.heads % model.kv_heads:
         raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
     chunks = parallel.pipeline * parallel.virtual_pipeline
@@ -273,6 +282,16 @@ def _check_generated_model(model: "ModelConfig", parallel: "ParallelConfig") -> 
         ffn=model.ffn_size // parallel.tensor,
     )
     check_fp8_layers(model, model.layers, parallel)
+
+
+def check_heads(model: "ModelConfig", width: int) -> None:
+    """Raise ValueError if `model.attention_backend` has no kernels for heads of this width."""
+    multiple, largest = FLASH_HEADS
+    if model.attention_backend == "flash" and (width % multiple or width > largest):
+        raise ValueError(
+            f"model.attention_backend=flash needs heads whose width is a multiple of {multiple} and at most {largest}, "
+            f"not {width}: give model.attention_backend=auto"
+        )
 
 
 def _check_fp8(config: "JobConfig") -> None:

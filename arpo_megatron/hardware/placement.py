@@ -8,6 +8,7 @@ config and the number of GPUs, so every process computes the same.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from arpo_megatron.config import EngineConfig, JobConfig, Platform
 from arpo_megatron.errors import UserError
@@ -17,6 +18,8 @@ COLOCATED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
 SPLIT_MEMORY_FRACTION = 0.6
 """Share of a GPU's memory for an engine without a trainer rank."""
+FLASH_TORCH = "2.13"
+"""First torch whose FLASH backend was checked, in its source, with a block mask in both passes."""
 BLOCKWISE_CUDA = (12, 9)
 """First version of CUDA whose cuBLAS has products of blockwise FP8."""
 
@@ -89,14 +92,11 @@ def check_machine(config: JobConfig) -> None:
     """Check that this machine can run the job.
 
     Raises:
-        UserError: it has no GPU, too few GPUs, or none that supports the job's FP8 recipe.
+        UserError: it has no GPU, too few GPUs, or none that supports the job's FP8 recipe or attention kernels.
     """
     gpus = gpu_count(config.platform)
     if not gpus:
-        if emulates_te(config):
-            check_emulation()
-        if config.optimizer.offload or config.sft.optimizer.offload:
-            raise UserError("optimizer.offload=true needs a GPU: without one, all state is in host memory already")
+        _check_cpu(config)
         return
     ranks, engines = config.parallel.world_size, config.engine.tensor * config.engine.replicas
     for name, wanted in (("trainer ranks", ranks), ("engine.tensor * engine.replicas", engines)):
@@ -119,8 +119,19 @@ def check_machine(config: JobConfig) -> None:
         raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
+    if config.model.attention_backend == "flash":
+        check_flash()
     if config.engine.quantization == "fp8":  # for older GPUs SGLang rearranges the weights that a push replaces
         _check_capability("engine.quantization=fp8", (8, 9))
+
+
+def _check_cpu(config: JobConfig) -> None:
+    if emulates_te(config):
+        check_emulation()
+    if config.optimizer.offload or config.sft.optimizer.offload:
+        raise UserError("optimizer.offload=true needs a GPU: without one, all state is in host memory already")
+    if config.model.attention_backend == "flash":
+        raise UserError("model.attention_backend=flash needs a GPU: give model.attention_backend=auto")
 
 
 def _check_fp8(recipe: str) -> None:
@@ -135,6 +146,23 @@ def _check_fp8(recipe: str) -> None:
             f"model.fp8=blockwise needs a torch for CUDA {'.'.join(map(str, BLOCKWISE_CUDA))} or newer, but this is "
             f"one for {cuda}; model.fp8=current needs none"
         )
+
+
+def check_flash() -> None:
+    """Raise UserError, with what it lacks, unless this machine can compile FlexAttention's FLASH kernels."""
+    import torch
+    from torch.torch_version import TorchVersion
+
+    key = "model.attention_backend=flash"
+    # On Blackwell a tile has 256 queries, two blocks of the mask.
+    if (found := torch.cuda.get_device_capability())[0] != 9:
+        raise UserError(f"{key} needs a Hopper GPU (compute capability 9.0), but this GPU has {found[0]}.{found[1]}")
+    if TorchVersion(torch.__version__) < FLASH_TORCH:
+        raise UserError(f"{key} needs torch {FLASH_TORCH} or newer, not {torch.__version__}")
+    try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        raise UserError(f"{key} needs FlashAttention 4: pip install --pre flash-attn-4") from None
 
 
 def _check_capability(key: str, needed: tuple[int, int]) -> None:

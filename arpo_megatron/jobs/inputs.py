@@ -153,6 +153,7 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
         check_is_known(spec, hub_id, path)
         spec.check_divisible(config.parallel)
         spec.check_fp8(config.model, config.parallel)
+        spec.check_attention(config.model)
         spec.check_engine(config.engine, config.parallel)
         spec.check_replay(config.algorithm)
     if config.sft.data is not None:

@@ -137,6 +137,13 @@ class ModelSpec:
         except ValueError as error:
             raise UserError(str(error)) from None
 
+    def check_attention(self, model: ModelConfig) -> None:
+        """Raise UserError if `model.attention_backend` has no kernels for the heads."""
+        try:
+            validation.check_heads(model, self.head_dim)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
     def check_engine(self, engine: EngineConfig, parallel: ParallelConfig) -> None:
         """Raise UserError if engines cannot hold the model, or the trainer cannot quantize its part of it.
 

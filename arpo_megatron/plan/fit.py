@@ -212,6 +212,7 @@ def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unf
     try:
         spec.check_divisible(config.parallel)
         spec.check_fp8(config.model, config.parallel)
+        spec.check_attention(config.model)
         spec.check_replay(config.algorithm)
         if not config.sft_only:
             spec.check_engine(config.engine, config.parallel)

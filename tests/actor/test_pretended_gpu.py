@@ -26,6 +26,8 @@ REGISTERS = 255
 """Registers of a thread: more do not exist, and values that find none are spilled."""
 STACK = {"forward": 0, "backward": 256}
 """Bytes per thread that may lie in memory."""
+LOOP_SPILLS = {"forward": 0, "backward": 8}
+"""Spilled values per block of the mask; those of the stack that are used outside of loops cost little."""
 SHARED = 232448
 """Bytes of shared memory of a block on an H100 or H200."""
 
@@ -71,6 +73,9 @@ def test_attention_of_every_recipe_compiles_within_bounds(tmp_path: Path) -> Non
             assert kernel["wgmma"] > 0 and not kernel["mma"], "Hopper's matrix instructions are not used"
             assert kernel["registers"] <= REGISTERS and kernel["shared_bytes"] <= SHARED
             assert kernel["stack_bytes"] <= STACK[kind] and not kernel["local_bytes"], kernel
+            assert kernel["loops"], "no loop with matrix instructions is found"
+            for loop in kernel["loops"]:
+                assert loop["spill_stores"] + loop["spill_loads"] <= LOOP_SPILLS[kind], kernel
 
 
 def test_a_whole_update_has_the_planned_memory_and_few_waits(tmp_path: Path) -> None:

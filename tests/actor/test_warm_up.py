@@ -1,5 +1,7 @@
 """Attention is compiled before the passes of a step: each pair of lengths once, divided among a machine's ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -84,14 +86,16 @@ def test_nothing_is_compiled_on_a_cpu() -> None:
 def test_compiled_lengths_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, seen = kernels_of().lengths(packs_of()[1]), []
 
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: object, scale: float):
-        seen.append((len(query), len(key), query.requires_grad, torch.is_grad_enabled(), plan.mask.shape[-2:]))
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: object, scale: float, backend):
+        seen.append((len(query), len(key), query.requires_grad, torch.is_grad_enabled(), plan.mask.shape[-2:], backend))
         return (query.sum() + key.sum() + value.sum()) * torch.ones_like(query)
 
     monkeypatch.setattr(warm_up, "flex_tree_attention", attention)
+    job = cases.job(dtype="bfloat16")
+    job = replace(job, model=replace(job.model, attention_backend="flash"))
     for lengths in asked:
-        kernels_of().compile(lengths)
-    assert seen == [(*lengths, True, gradient, lengths) for lengths in asked for gradient in (False, True)]
+        AttentionKernels.of(job, cases.QWEN3).compile(lengths)
+    assert seen == [(*lengths, True, gradient, lengths, "flash") for lengths in asked for gradient in (False, True)]
 
 
 RECIPES = [name for name in resolve.recipe_names() if not resolve.resolve(name).model.is_generated]

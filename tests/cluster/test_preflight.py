@@ -200,6 +200,9 @@ def test_missing_package_of_a_recipe_is_a_failure() -> None:
         and "quickstart needs transformer-engine[pytorch] (pip install --no-build" in found.text
     )
     assert "transformer-engine" in check_packages(None, True).text and check_packages(None, False).level == "ok"
+    assert "flash-attn-4" not in found.text
+    flash = job("model.attention_backend=flash", "model.dtype=bfloat16")
+    assert "flash-attn-4" in check_packages(flash, True).text
     assert "no_such_module" in check_packages(job("sandbox.preload=[no_such_module]"), False).text
 
 

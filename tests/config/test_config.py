@@ -91,6 +91,15 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["model.bf16_edge_layers=1"], "has no effect with model.fp8=none"),
         (["model.fp8=delayed"], "model.fp8=delayed is not offered: its first scales underflow gradients"),
         (["model.fp8=current", "model.dtype=bfloat16", "model.bf16_edge_layers=9"], "exceeds the 4 layers"),
+        (["model.attention_backend=flash"], "model.attention_backend=flash needs model.dtype=bfloat16, not float32"),
+        (
+            ["model.attention_backend=flash", "model.dtype=bfloat16", "model.hidden_size=1024"],
+            "needs heads whose width is a multiple of 8 and at most 128, not 256: give model.attention_backend=auto",
+        ),
+        (
+            ["model.attention_backend=flash", "model.dtype=bfloat16", "model.hidden_size=48"],
+            "at most 128, not 12: give",
+        ),
         (["engine.deterministic=true", "engine.attention_backend=flashinfer"], "fa3 or triton"),
         (["engine.quantization=fp8"], "engine.quantization=fp8 needs model.dtype=bfloat16, not float32"),
         (["engine.tensor=2", "engine.expert=4"], "engine.tensor=2 is not a multiple of engine.expert=4"),
@@ -168,7 +177,8 @@ def test_documented_choices_can_be_overrides() -> None:
     documented = list(choices())
     assert ("rollout.stale", "drop") in documented
     for key, value in documented:
-        more = [*wide] if key in ("model.fp8", "model.transformer_impl", "engine.quantization") else []
+        in_bfloat16 = ("model.fp8", "model.transformer_impl", "model.attention_backend", "engine.quantization")
+        more = [*wide] if key in in_bfloat16 else []
         more += ["data.path=x", "data.max_prompt_tokens=99", "sft.steps=0"] if value == "files" else []
         more += ["model.path=x"] if value == "rollout" else []
         more += ["rollout.max_staleness=1", "algorithm.loss=minirl"] if value == "drop" else []

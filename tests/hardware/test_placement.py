@@ -73,6 +73,11 @@ def not_installed(package: str) -> str:
             "optimizer.offload=true needs a GPU",
         ),
         (["sync.transport=ipc"], 2, "needs engine.placement=colocated"),
+        (
+            ["model.attention_backend=flash", "model.dtype=bfloat16"],
+            0,
+            "attention_backend=flash needs a GPU: give model",
+        ),
     ],
 )
 def test_check_machine_error_is_one_line(overrides, gpus, line, monkeypatch) -> None:
@@ -92,6 +97,32 @@ def test_blockwise_needs_products_of_cuda_12_9(monkeypatch: pytest.MonkeyPatch) 
     placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=current"]))
     with pytest.raises(UserError, match=r"blockwise needs a torch for CUDA 12\.9 or newer, but this is one for 12\.8"):
         placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=blockwise"]))
+
+
+@pytest.mark.parametrize(
+    ("capability", "torch_version", "installed", "line"),
+    [
+        ((10, 0), "2.13.0+cu130", True, r"needs a Hopper GPU \(compute capability 9\.0\), but this GPU has 10\.0"),
+        ((8, 0), "2.13.0+cu130", True, r"needs a Hopper GPU \(compute capability 9\.0\), but this GPU has 8\.0"),
+        ((9, 0), "2.11.0+cu130", True, r"needs torch 2\.13 or newer, not 2\.11\.0\+cu130"),
+        ((9, 0), "2.13.0+cu130", False, "needs FlashAttention 4: pip install --pre flash-attn-4"),
+        ((9, 0), "2.13.0+cu130", True, None),
+        ((9, 0), "2.14.1", True, None),
+    ],
+)
+def test_flash_attention_needs_its_gpu_torch_and_package(
+    capability, torch_version, installed, line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = resolve.resolve("quickstart", overrides=["model.attention_backend=flash", "model.dtype=bfloat16"])
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.__version__", torch_version)
+    monkeypatch.setattr(placement, "version", (lambda package: "4.0.0b18") if installed else not_installed)
+    if line is None:
+        placement.check_machine(wanted)
+        return
+    with pytest.raises(UserError, match=rf"^model\.attention_backend=flash {line}$"):
+        placement.check_machine(wanted)
 
 
 def test_fp8_engines_need_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Errors that the user can fix name the file, the tensor and the field in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from arpo_megatron.config import EngineConfig, ParallelConfig
+from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.inputs import check_inputs
@@ -108,6 +109,15 @@ def test_quantized_engine_needs_whole_blocks_on_both_sides(
         return
     with pytest.raises(UserError, match=message):
         spec.check_engine(sizes, parallel)
+
+
+def test_flash_attention_refuses_wide_heads() -> None:
+    spec, model = KNOWN_MODELS["Qwen/Qwen3-8B"], ModelConfig(attention_backend="flash")
+    spec.check_attention(model)
+    wide = replace(spec, head_dim=256)
+    wide.check_attention(ModelConfig())
+    with pytest.raises(UserError, match=r"^model\.attention_backend=flash needs heads .* at most 128, not 256: give"):
+        wide.check_attention(model)
 
 
 def test_path_without_a_model_is_named(tmp_path: Path) -> None:

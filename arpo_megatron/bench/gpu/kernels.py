@@ -1,4 +1,4 @@
-"""Core attention alone: errors of the FlexAttention kernel against float64, and its speed against flash attention."""
+"""Core attention alone: errors of FlexAttention's kernels against float64, and speeds against flash attention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from arpo_megatron.actor.flex_attention import flex_plan, flex_tree_attention
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.measure import Figures, Measurements, timed
+from arpo_megatron.config import AttentionBackend
+from arpo_megatron.hardware.placement import check_flash
 from arpo_megatron.packing.flops import BACKWARD
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
@@ -24,12 +26,17 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def kernel_measurements() -> Measurements:
-    """Return errors in float32 and bfloat16, the leak between siblings, and the speed on each mix."""
+    """Return errors in float32 and bfloat16, the leak between siblings, and the speed on each mix.
+
+    Those with `flash` in their name are of `model.attention_backend=flash`.
+    """
     return {
         "error float32": partial(_errors, torch.float32),
         "error bfloat16": partial(_errors, torch.bfloat16),
+        "error flash": partial(_errors, torch.bfloat16, "flash"),
         "sibling leak": _sibling_leak,
         **{f"speed {mix}": partial(_speeds, mix) for mix in MIXES},
+        **{f"speed flash {mix}": partial(_speeds, mix, "flash") for mix in MIXES},
     }
 
 
@@ -52,14 +59,16 @@ def _gradients(output: Tensor, weights: Tensor, inputs: Tensors) -> tuple[Tensor
     return output, *torch.autograd.grad((output * weights.to(output.dtype)).sum(), inputs)
 
 
-def _errors(dtype: torch.dtype) -> Figures:
+def _errors(dtype: torch.dtype, backend: AttentionBackend = "auto") -> Figures:
     """Return relative errors of output and gradients against dense attention in float64."""
+    if backend == "flash":
+        check_flash()
     pack = _pack("reasoning")
     heads, groups, dim = 4, 2, 64
     inputs = _inputs(len(pack), heads, groups, dim, dtype)
     weights = torch.randn(len(pack), heads, dim, device="cuda", dtype=torch.float64)
     plan = flex_plan(pack.subtree_end, np.arange(len(pack)), "cuda")
-    found = _gradients(flex_tree_attention(*inputs, plan, dim**-0.5), weights, inputs)
+    found = _gradients(flex_tree_attention(*inputs, plan, dim**-0.5, backend), weights, inputs)
     query, key, value = (t.detach().double().requires_grad_() for t in inputs)
     end = torch.from_numpy(pack.subtree_end.astype(np.int64)).cuda()
     at = torch.arange(len(pack), device="cuda")
@@ -92,13 +101,15 @@ def _sibling_leak() -> Figures:
     return {"other_tokens_changed": int(changed.sum())}
 
 
-def _speeds(mix: str) -> Figures:
+def _speeds(mix: str, backend: AttentionBackend = "auto") -> Figures:
     """Compare FlexAttention on the mix's tree with flash attention on its flattened trajectories."""
+    if backend == "flash":
+        check_flash()
     pack = _pack(mix)
     plan = flex_plan(pack.subtree_end, np.arange(len(pack)), "cuda")
     lengths = [single.unique_tokens for single in flattened([MIXES[mix].tree(0, 1024)])]
     inputs = _inputs(len(pack), HEADS, GROUPS, DIM, torch.bfloat16)
-    tree = _forward_backward_s(lambda: flex_tree_attention(*inputs, plan, DIM**-0.5), inputs)
+    tree = _forward_backward_s(lambda: flex_tree_attention(*inputs, plan, DIM**-0.5, backend), inputs)
     sequences = [_inputs(length, HEADS, GROUPS, DIM, torch.bfloat16) for length in lengths]
     flash = [_forward_backward_s(partial(_flash, *sequence), sequence) for sequence in sequences]
     flat = [sum(times) for times in zip(*flash, strict=True)]

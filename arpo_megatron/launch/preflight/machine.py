@@ -108,6 +108,8 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
     if on_gpus:
         missing += _lacking_transformer_engine()
         modules += ["sgl_kernel"] * engines
+        if config is not None and config.model.attention_backend == "flash":
+            missing += _lacking("flash-attn-4", lambda found: True)
     if engines and (config is None or config.engine.router == "sglang"):
         missing += _lacking("sglang-router", lambda found: found == _numbers(ROUTER_PIN))
     if config is not None and config.monitor.wandb != "disabled":

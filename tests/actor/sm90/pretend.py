@@ -193,7 +193,10 @@ def _compile_without_running() -> None:
 
 
 def _figures(result: Any) -> dict[str, Any]:
-    """Return registers, stack, spills, shared memory and matrix instructions of a compiled kernel."""
+    """Return registers, stack, spills, shared memory and matrix instructions of a compiled kernel.
+
+    Spills of loops are those in innermost loops with matrix instructions, which run once per block of the mask.
+    """
     import triton
 
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -217,4 +220,22 @@ def _figures(result: Any) -> dict[str, Any]:
         "mma": len(re.findall(r"\bHMMA\b", code)),
         "spill_stores": len(re.findall(r"\bSTL\b", code)),
         "spill_loads": len(re.findall(r"\bLDL\b", code)),
+        "loops": _loop_spills(code),
     }
+
+
+def _loop_spills(code: str) -> list[dict[str, int]]:
+    """Return instructions, spill stores and spill loads of each innermost loop with matrix instructions."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    jumps = [(int(to.group(1), 16), at) for at, text in lines if (to := re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text))]
+    loops = [(start, stop) for start, stop in jumps if start < stop]
+    found = []
+    for start, stop in loops:
+        if any(start <= other and end <= stop and (other, end) != (start, stop) for other, end in loops):
+            continue
+        body = " ".join(text for at, text in lines if start <= at <= stop)
+        if "HGMMA" in body:
+            counts = {name: len(re.findall(rf"\b{name}\b", body)) for name in ("STL", "LDL")}
+            size = sum(start <= at <= stop for at, _ in lines)
+            found.append({"instructions": size, "spill_stores": counts["STL"], "spill_loads": counts["LDL"]})
+    return found
