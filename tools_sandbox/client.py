@@ -305,7 +305,8 @@ class AsyncSandboxClient:
                     raise error(f"tool service at {self.url} does not list its tools: HTTP {reply.status}")
                 return {tool["name"]: tool for tool in await reply.json()}
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise SandboxUnavailable(f"tool service at {self.url} does not list its tools: {error}") from error
+            reason = str(error) or "no answer"  # a TimeoutError has no text
+            raise SandboxUnavailable(f"tool service at {self.url} does not list its tools: {reason}") from error
 
     async def aclose(self) -> None:
         """Close the kept connections. The client can be used again afterwards."""

@@ -341,7 +341,8 @@ def _print_plan(config: JobConfig, resume: bool) -> None:
     print(yaml_text(dump_config(config)), end="")
     parallel, train = config.parallel, config.train
     print(f"# plan: {place}")
-    print("#   sandbox  python -m tools_sandbox")
+    given = ", ".join(config.sandbox.urls)
+    print(f"#   sandbox  {f'{given}, not started' if given else 'python -m tools_sandbox'}")
     engines = "engine " if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
     print(f"#   {engines}  SGLang, tensor parallel {config.engine.tensor}, {config.model.dtype}")
     dimensions = layout(parallel)

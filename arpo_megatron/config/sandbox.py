@@ -17,10 +17,10 @@ class SandboxConfig:
     urls: tuple[str, ...] = ()
     """Tool services that run already, on CPU-only nodes for example, as http://HOST:PORT; the job then starts none. The
     environment variable TOOLS_SANDBOX_TOKEN has their token. Tools, limits and isolation are those of their own files;
-    the other keys of this section have no effect. A resumed run may use other services."""
+    of the other keys of this section only `sessions` has an effect. A resumed run may use other services."""
     replicas: Positive = 1
     """Tool services of a job, on one node after the other. All calls of a task go to one of them, so its trajectories
-    share answers and interpreter states."""
+    share answers; another one takes them while it gives no answer."""
     file: Path | None = None
     """YAML file of the tool service with more tools and settings (docs/guides/tools.md), merged with the keys below."""
     python_timeout_s: PositiveFloat = 10.0

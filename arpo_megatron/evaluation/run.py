@@ -331,7 +331,7 @@ def _check_searchable(sets: Sequence[TestSet], config: JobConfig, target: EvalTa
             f"{', '.join(names)} needs the search tool: set rollout.tools=[{', '.join(('search', *offered))}], or "
             "evaluate with --tools none"
         )
-    if own_facts or "search" not in offered:  # another tool may search
+    if own_facts or "search" not in offered or config.sandbox.urls:  # another tool may search, or these are asked
         return
     with tempfile.TemporaryDirectory(prefix="arpo-eval-check-") as folder:
         write_tool_files(config, RunDirectory(Path(folder)), JobData((), ()), target.run)

@@ -214,8 +214,9 @@ def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]
     """Write the files that the job's processes read; return notes for the user. Raises UserError."""
     data = prepare(config, run, log)
     notes = [f"run directory {run.path}: {len(data.train)} training tasks, {len(data.held_out)} held out"]
-    searches = config.rollout.environment is None and config.rollout.tools is None  # named tools must be offered
-    if searches and not run.searchable:
+    # Named tools, and those of services that run already, must be offered.
+    unchecked = config.rollout.environment is None and config.rollout.tools is None and not config.sandbox.urls
+    if unchecked and not run.searchable:
         notes.append("the search tool is off: there is nothing to search (data.search_cache=FILE.json)")
     notes += [*data.notes, *check_tools_of_run(config, run), *environment_notes(config)]
     if data.bad_rows:

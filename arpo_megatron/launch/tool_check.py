@@ -21,12 +21,12 @@ from arpo_megatron.jobs.prompts import save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import mcp_servers
 from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, check_loads
-from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, select_tools
+from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, PYTHON, select_tools
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from arpo_megatron.utils.signals import run_in_loop
 from tools_sandbox import check
-from tools_sandbox.client import AsyncSandboxClient, SandboxError
+from tools_sandbox.client import AsyncSandboxClient, SandboxDenied, SandboxError, ToolAnswer
 from tools_sandbox.config import TOKEN_VARIABLE
 from tools_sandbox.utils.yaml import yaml_text
 
@@ -99,6 +99,8 @@ def check_tools(config: JobConfig, run: RunDirectory, *, names_log: bool = True)
         save_definitions(run, DEFAULT_TOOLS)
     if config.sandbox.urls:
         chosen = select_tools(DEFAULT_NAMES if named is None else named, _offered_by(config.sandbox.urls))
+        if config.sandbox.sessions and PYTHON in (tool.name for tool in chosen):
+            _check_sessions(config.sandbox.urls)
         if named is not None:
             save_definitions(run, chosen)
         return []
@@ -136,10 +138,19 @@ def _offered_by(urls: Sequence[str]) -> dict[str, dict[str, Any]]:
         try:
             found.append(run_in_loop(_listed(url, token)))
         except SandboxError as error:
-            raise UserError(f"sandbox.urls: {error}: start it, and compare {TOKEN_VARIABLE}") from None
+            fix = f"compare {TOKEN_VARIABLE} and the port" if isinstance(error, SandboxDenied) else "start it"
+            raise UserError(f"sandbox.urls: {error}: {fix}") from None
         if found[-1] != found[0]:
             raise UserError(f"sandbox.urls: {url} offers other tools than {urls[0]}: start all with the same file")
     return found[0]
+
+
+def _check_sessions(urls: Sequence[str]) -> None:
+    """Raise UserError if a service keeps no interpreter states, which each python call would report to the model."""
+    for url in urls:
+        answer = run_in_loop(_kept(url, token_of_services()))
+        if answer.status != "ok":
+            raise UserError(f"sandbox.sessions, for {url}: {answer.text}")
 
 
 def mcp_tools(file: Path) -> dict[str, dict[str, Any]]:
@@ -186,3 +197,8 @@ def _offered(file: Path, log: Path, source: str, where: str) -> dict[str, dict[s
 async def _listed(url: str, token: str) -> dict[str, dict[str, Any]]:
     async with AsyncSandboxClient(url, token) as client:
         return await client.tools()
+
+
+async def _kept(url: str, token: str) -> ToolAnswer:
+    async with AsyncSandboxClient(url, token) as client:
+        return await client.call(PYTHON, {"code": "1", "keep": "0"}, trajectory_id="tool-check")

@@ -2,14 +2,16 @@
 
 A lost call is sent again with the same request id, so a service that is still running executes it once. After a restart
 the call is executed again. That is safe: a search only reads, and a Python call writes its interpreter state
-(`sandbox.sessions`) under a name that follows from its path, starting from the same state before it.
+(`sandbox.sessions`) under a name that follows from its path, starting from the same state before it. So another service
+may execute it, too.
 """
 
 import asyncio
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import cycle
 from types import TracebackType
 from typing import Self
 
@@ -19,28 +21,39 @@ from tools_sandbox.client import AsyncSandboxClient, SandboxError, SandboxUnavai
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
+_REST_S = 60.0
+"""Seconds for which a service that gave no answer gets no calls of trees, except one that tries it at their end."""
+_TOO_MANY_REQUESTS = 429
 
 
 class ToolBlockedError(SandboxError):
     """No call of a tool succeeds until its operator acts: the run must stop, or it loses every branch that calls it."""
 
 
-def service_of(trajectory_id: str, services: int) -> int:
-    """Return the index of the tool service for a trajectory, which follows from its task: the text before a slash."""
-    return zlib.crc32(trajectory_id.partition("/")[0].encode()) % services
+def service_of(trajectory_id: str, services: int, resting: Collection[int] = ()) -> int:
+    """Return the index of the tool service for a trajectory, which follows from its task: the text before a slash.
+
+    If that service rests, the tasks that belong to it are divided among those that do not.
+    """
+    others, own = divmod(zlib.crc32(trajectory_id.partition("/")[0].encode()), services)
+    up = [index for index in range(services) if index not in resting]
+    return own if own in up or not up else up[others % len(up)]
 
 
 class ToolClient:
     """Client of a job's tool services for one event loop. Use as `async with`.
 
     Args:
-        urls: http://host:port of each service, separated by spaces. All calls of a task go to one of them.
+        urls: http://host:port of each service, separated by spaces. All calls of a task go to one of them, and to
+            another while that one gives no answer.
         token: bearer token of the services; None if they need none.
         retry_for_s: time after a call's first failure during which it is retried (the service may be restarting).
     """
 
     def __init__(self, urls: str, token: str | None = None, *, retry_for_s: float = 60.0) -> None:
         self._clients = [AsyncSandboxClient(url, token) for url in urls.split()]
+        self._rests_until = [0.0] * len(self._clients)
+        """Time on the monotonic clock until which each service gets no calls if another is up."""
         self._retry_for_s = retry_for_s
         self.results = ResultCache()
         """Answers of deterministic tools."""
@@ -59,14 +72,15 @@ class ToolClient:
 
         Raises:
             UserError: the service does not offer a tool.
-            SandboxUnavailable: the service was unavailable for `retry_for_s` seconds.
+            SandboxUnavailable: all services were unavailable for `retry_for_s` seconds.
         """
         if names is None:
             return DEFAULT_TOOLS
         give_up = time.monotonic() + self._retry_for_s
+        clients = cycle(self._clients)
         while True:
             try:
-                return select_tools(names, await self._clients[0].tools())
+                return select_tools(names, await next(clients).tools())
             except SandboxUnavailable:
                 if time.monotonic() >= give_up:
                     raise
@@ -95,15 +109,16 @@ class ToolClient:
             SandboxDenied: the service does not accept the request.
             ToolBlockedError: no call of the tool succeeds until its operator acts.
         """
-        client = self._clients[service_of(trajectory_id, len(self._clients))]
         request_id = uuid.uuid4().hex
         give_up, pause_s = float("inf"), _FIRST_PAUSE_S
         answer: ToolAnswer | None
         while True:
+            service = self._choose(trajectory_id)
             try:
-                answer = await client.call(
+                answer = await self._clients[service].call(
                     tool, arguments, trajectory_id=trajectory_id, timeout_s=timeout_s, request_id=request_id
                 )
+                self._rests_until[service] = 0.0
                 if answer.failure == "none":
                     return answer
                 if answer.failure == "blocked":
@@ -112,6 +127,8 @@ class ToolClient:
                 request_id = uuid.uuid4().hex  # the service would repeat its answer to the old one
             except SandboxUnavailable as unavailable:
                 answer, error = None, unavailable
+                if unavailable.status != _TOO_MANY_REQUESTS:
+                    self._rests_until[service] = time.monotonic() + _REST_S
             now = time.monotonic()
             give_up = min(give_up, now + self._retry_for_s)
             if now >= give_up or (answer is not None and answer.failure == "lasting"):
@@ -119,3 +136,12 @@ class ToolClient:
             on_retry()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _choose(self, trajectory_id: str) -> int:
+        """Return the index of the service for a trajectory's call. A rest that is over is renewed for other calls."""
+        now = time.monotonic()
+        resting = [index for index, until in enumerate(self._rests_until) if until > now]
+        chosen = service_of(trajectory_id, len(self._clients), resting)
+        if self._rests_until[chosen]:
+            self._rests_until[chosen] = now + _REST_S
+        return chosen

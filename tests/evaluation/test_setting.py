@@ -79,6 +79,8 @@ def test_benchmark_of_facts_is_refused_without_search(files: Path, tmp_path: Pat
             UserError, match=r"hotpotqa needs the search tool: set rollout.tools=\[search, python\], or"
         ):
             describe(request(server, files, tmp_path / "out", tools=Tools.PROMPT, overrides=without, **asked))
+        running = ("sandbox.urls=[http://n9:8710]", *PLAIN)  # asked for their tools when they are used
+        describe(request(server, files, tmp_path / "out", tools=Tools.PROMPT, overrides=running, **asked))
         assert not server.asked()
         assert evaluate(request(server, files, tmp_path / "none", tools=Tools.NONE, **asked))["accuracy"] == 1.0
 

@@ -150,8 +150,14 @@ def test_job_uses_services_that_run_already(tmp_path: Path, monkeypatch: pytest.
             check_tools(config(one.url, other.url), run)
         with pytest.raises(UserError, match="does not offer 'browse'"):
             check_tools(config(other.url, tools="browse"), run)
+        sessions = replace(config(one.url).sandbox, sessions=True)
+        assert check_tools(replace(config(one.url), sandbox=sessions), run) == [], "the job calls no python"
+        with pytest.raises(UserError, match=rf"sandbox\.sessions, for {one.url}: .* python\.session_dir is not set"):
+            check_tools(replace(config(one.url, tools="python"), sandbox=sessions), run)
+        with pytest.raises(UserError, match=r"^sandbox\.urls: .*http://127\.0\.0\.1:9 .*: start it$"):
+            check_tools(config(one.url, "http://127.0.0.1:9"), run)
         monkeypatch.setenv(TOKEN_VARIABLE, "another")
-        with pytest.raises(UserError, match=rf"sandbox\.urls: .*401: start it, and compare {TOKEN_VARIABLE}"):
+        with pytest.raises(UserError, match=rf"^sandbox\.urls: .*401: compare {TOKEN_VARIABLE} and the port$"):
             check_tools(config(one.url), run)
         monkeypatch.delenv(TOKEN_VARIABLE)
         with pytest.raises(UserError, match=f"the token of the services is missing: export {TOKEN_VARIABLE}"):

@@ -202,24 +202,31 @@ def test_large_result_is_cut_before_tokenization() -> None:
     assert encoded < 100_000
 
 
+async def counting_server(asked: set[str], port: int = 0) -> web.AppRunner:
+    """Serve calls at a port, and add the trajectory of each to `asked`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.add((await request.json())["trajectory_id"])
+        return web.json_response({"text": "1", "status": "ok", "seconds": 0.0, "cached": False})
+
+    async def tools(_request: web.Request) -> web.Response:
+        return web.json_response([{"name": "python", "description": "", "arguments": {}}])
+
+    app = web.Application()
+    app.router.add_post("/call", answer)
+    app.router.add_get("/tools", tools)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
+
+
 def test_calls_of_a_task_go_to_one_of_several_services() -> None:
     """Two servers that count calls; the calls of a tree's paths share the service of their task."""
     asked: list[set[str]] = [set(), set()]
 
-    async def server(index: int) -> web.AppRunner:
-        async def answer(request: web.Request) -> web.Response:
-            asked[index].add((await request.json())["trajectory_id"])
-            return web.json_response({"text": "1", "status": "ok", "seconds": 0.0, "cached": False})
-
-        app = web.Application()
-        app.router.add_post("/call", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
     async def run() -> None:
-        runners = [await server(index) for index in range(2)]
+        runners = [await counting_server(each) for each in asked]
         try:
             urls = " ".join(f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners)
             async with ToolClient(urls) as client:
@@ -235,3 +242,46 @@ def test_calls_of_a_task_go_to_one_of_several_services() -> None:
     assert len(tasks[0] & tasks[1]) == 0 and min(map(len, tasks)) >= 4
     assert [len(one) for one in asked] == [2 * len(each) for each in tasks]
     assert tasks[1] == {f"q{number}" for number in range(20) if service_of(f"q{number}/0", 2) == 1}
+
+
+def test_tasks_of_a_resting_service_are_divided_among_the_others() -> None:
+    tasks = [f"q{number}/0" for number in range(300)]
+    own = [service_of(task, 4) for task in tasks]
+    now = [service_of(task, 4, {1, 2}) for task in tasks]
+    assert all(after == before for before, after in zip(own, now, strict=True) if before in (0, 3))
+    moved = [after for before, after in zip(own, now, strict=True) if before in (1, 2)]
+    assert set(moved) == {0, 3} and 50 < moved.count(0) < 100
+    assert [service_of(task, 4, range(4)) for task in tasks] == own, "if all rest, each is tried again"
+
+
+def test_calls_go_to_another_service_until_theirs_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo_megatron.rollout.tools._REST_S", 5.0)
+    tasks = [f"q{number}" for number in range(20) if service_of(f"q{number}", 2) == 0]
+    asked: list[set[str]] = [set(), set()]
+    repeated: list[str] = []
+    ports = free_ports(2)
+
+    async def run() -> None:
+        second = await counting_server(asked[1], ports[1])
+        async with ToolClient(" ".join(f"http://127.0.0.1:{port}" for port in ports)) as client:
+
+            async def call(task: str) -> None:
+                await client.call(
+                    "python", {}, trajectory_id=task, timeout_s=5.0, on_retry=lambda: repeated.append(task)
+                )
+
+            assert [tool.name for tool in await client.select(["python"])] == ["python"]
+            await call(tasks[0])
+            assert repeated == tasks[:1]
+            await asyncio.gather(*map(call, tasks))
+            assert repeated == tasks[:1], "a call waited for a service that is known to be down"
+            assert asked == [set(), set(tasks)]
+            first = await counting_server(asked[0], ports[0])
+            await asyncio.sleep(5.0)
+            await call(tasks[0])
+            await asyncio.gather(*map(call, tasks))
+            assert asked[0] == set(tasks) and repeated == tasks[:1]
+            await first.cleanup()
+        await second.cleanup()
+
+    asyncio.run(run())
