@@ -40,6 +40,8 @@ configure() {
   chmod 755 "$dir"
   [ -f "$dir/munge.key" ] || (umask 077; dd if=/dev/urandom of="$dir/munge.key" bs=1024 count=1 status=none)
   chmod 400 "$dir/munge.key"
+  printf '#!/bin/sh\necho "$@" >>%s/log/mail\n' "$dir" >"$dir/mail"  # mail goes into a file
+  chmod 755 "$dir/mail"
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=onebox
 SlurmctldHost=$host(127.0.0.1)
@@ -58,6 +60,7 @@ SlurmctldPidFile=$dir/pid/slurmctld.pid
 SlurmdPidFile=$dir/pid/slurmd.%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
+MailProg=$dir/mail
 ProctrackType=proctrack/$PROCTRACK
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none

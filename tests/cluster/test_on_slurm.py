@@ -21,7 +21,8 @@ SECRET = secrets.token_hex(16)
 
 
 def test_job_on_two_nodes_completes(box: Onebox) -> None:
-    profile = box.profile("short", environment={"NOTE": "two words"}, secrets={"TEST_SECRET": "env"})
+    mail = {"mail-user": "me@site.org", "mail-type": "END,FAIL,REQUEUE"}
+    profile = box.profile("short", environment={"NOTE": "two words"}, secrets={"TEST_SECRET": "env"}, sbatch=mail)
     box.environment["TEST_SECRET"] = SECRET
     job = box.submit_run("short", "sft.steps=0", "train.steps=2", "train.tasks_per_step=2", profile=profile)
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
@@ -35,6 +36,8 @@ def test_job_on_two_nodes_completes(box: Onebox) -> None:
     assert [row["step"] for row in job.rows()] == [1, 2]
     assert (job.run / "export" / "model.safetensors").exists()
     assert job.nothing_is_left()
+    (sent,) = (box.folder / "log" / "mail").read_text().splitlines()
+    assert "Ended" in sent and sent.endswith(" me@site.org")
     for path in job.run.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), f"a secret is in {path}"
 

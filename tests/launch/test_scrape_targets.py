@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from arpo_megatron.launch.health import ServiceHealth, write_scrape_targets
 from arpo_megatron.launch.trainer_metrics import render, trainer_metrics
@@ -30,6 +31,21 @@ def test_services_with_metrics_are_listed(tmp_path: Path) -> None:
         {"targets": ["10.0.0.1:99"], "labels": {"run": tmp_path.name, "service": "sandbox"}},
         {"targets": ["10.0.0.9:98"], "labels": {"run": tmp_path.name, "service": "trainer"}},
     ]
+
+
+def test_each_listed_service_belongs_to_one_job_of_the_configuration() -> None:
+    text = (ROOT / "slurm" / "monitoring" / "prometheus.yml").read_text()
+    jobs = {job["job_name"]: job for job in yaml.safe_load(text)["scrape_configs"]}
+    assert all(job["file_sd_configs"][0]["files"] == ["RUN/prometheus.json"] for job in jobs.values())
+    kept = {name: job["relabel_configs"] for name, job in jobs.items()}
+    assert all(rule["source_labels"] == ["service"] and rule["action"] == "keep" for (rule,) in kept.values())
+    for service, expected in {
+        "engine": "engines",
+        "engine-3": "engines",
+        "sandbox-1": "tools",
+        "trainer": "trainer",
+    }.items():
+        assert [name for name, (rule,) in kept.items() if re.fullmatch(rule["regex"], service)] == [expected]
 
 
 def test_trainer_answers_with_the_numbers_of_the_last_whole_row(tmp_path: Path) -> None:

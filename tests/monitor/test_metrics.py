@@ -107,7 +107,9 @@ def wandb_config(monkeypatch: pytest.MonkeyPatch) -> JobConfig:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    monitor = MonitorConfig(wandb="offline", wandb_entity="team", wandb_group="search", wandb_tags=("a", "b"))
+    monitor = MonitorConfig(
+        wandb="offline", wandb_entity="team", wandb_group="search", wandb_tags=("a", "b"), wandb_notes="why"
+    )
     return JobConfig(name="test", monitor=monitor)
 
 
@@ -120,6 +122,7 @@ def test_wandb_offline_keeps_one_run_id_over_resumes(tmp_path: Path, monkeypatch
         run = log.wandb._run
         assert run.config["slurm_job_id"] == "4711" and run.config["code"]
         assert (run.group, run.tags, run.job_type) == ("search", ("a", "b"), "rl")
+        assert (run.entity, run.project, run.notes) == ("team", "arpo-megatron", "why")
         assert re.fullmatch(rf"wandb sync {tmp_path}/wandb/offline-run-\S+", log.wandb.place)
         log.close()
     run_id = (tmp_path / "wandb_run_id").read_text().strip()
