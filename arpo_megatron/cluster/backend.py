@@ -50,8 +50,17 @@ KEPT_VARIABLES = ("SLURM_JOB_ID", "SLURM_CONF")
 """Slurm's variables to keep. The others describe the supervisor's step, and srun would take them as options."""
 
 
-class SilentNodeError(UserError):
-    """A node did not respond. Slurm may have lost it and may notice later (see `SlurmBackend.lost_nodes`)."""
+class NodeError(UserError):
+    """A node failed a check or did not respond. Slurm may have lost it and notice later (`SlurmBackend.lost_nodes`).
+
+    Args:
+        text: message for the user.
+        guilty: names of the nodes without which the job may succeed, as far as they are known.
+    """
+
+    def __init__(self, text: str, guilty: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.guilty = tuple(guilty)
 
 
 @dataclass(slots=True)
@@ -120,12 +129,12 @@ class SlurmBackend:
         """Make the scratch directory on each node, before the first container mounts it, and remove it at the end.
 
         A cancelled or killed job can start no step, so the next job on the node removes its directory, once Slurm
-        reports that job as ended. Raises SilentNodeError if a node cannot make the directory.
+        reports that job as ended. Raises NodeError if a node cannot make the directory.
         """
         made = self._on_nodes("scratch", ["bash", "-c", MAKE_SCRATCH, "arpo", str(self._scratch)])
         if made is None or made.returncode:
             why = "no answer" if made is None else " ".join(made.stderr.split())
-            raise SilentNodeError(f"{self._scratch} cannot be made on the nodes: {why}")
+            raise NodeError(f"{self._scratch} cannot be made on the nodes: {why}")
         try:
             self._sweep(made.stdout.split())
             yield

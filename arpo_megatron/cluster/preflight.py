@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
+from arpo_megatron.cluster.backend import NodeError, SlurmBackend
 from arpo_megatron.cluster.mounts import on_host
 from arpo_megatron.cluster.preflight_node import REPORTED
-from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.specs import GB
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -30,11 +29,11 @@ from arpo_megatron.utils.processes import ProcessDiedError
 START_S = 300.0
 """Limit for the first report: all nodes start Python, import torch, perhaps from a cold filesystem, and run checks."""
 IMAGE_S = 900.0
-"""The same limit in a container, whose image may have to be downloaded."""
+"""Limit for unpacking a container's image on all nodes, before that; it may have to be downloaded."""
 LAST_S = 10.0
 """Limit from the first to the last report. Nodes write theirs after the all-reduce, which ends for all at once."""
-_NO_REPORT = "report"
-"""Name of the failure for a node without a report."""
+_OF_THE_NODE = "gpu health"
+"""Check whose failure is that of the node even if all nodes fail it."""
 _FAILURE = re.compile(r"^(\S+): failure +(\S+) +(.+)$", re.MULTILINE)
 """A failure in a node's log: name of the node, name of the check, text and fix."""
 
@@ -65,9 +64,10 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
         poll: called while waiting.
 
     Raises:
-        UserError: a check failed; the message has the check, its node and the fix.
-        SilentNodeError: a node did not report, and no other check failed.
+        NodeError: a check failed or a node did not report. The message has the check, its node and the fix.
     """
+    if backend.profile.container is not None:
+        _unpack_image(backend, supervisor, poll)
     folder, token = backend.run.doctor, secrets.token_hex(8)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -80,10 +80,9 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
     names = [node.name for node in backend.nodes]
     tasks = max(1, backend.layout.gpus)
     step = supervisor.start("doctor", backend.step("doctor", backend.nodes, tasks, command), env=variables)
-    limit_s = START_S if backend.profile.container is None else IMAGE_S
     died: ProcessDiedError | None = None
     try:
-        supervisor.wait(step, poll=_until_late(step, limit_s, poll))
+        supervisor.wait(step, poll=_until_late(step, START_S, poll))
     except ProcessDiedError as error:
         died = error
     except _LateError:  # the late nodes have left no report
@@ -98,12 +97,24 @@ def examine_nodes(backend: SlurmBackend, supervisor: Supervisor, port: int, poll
     for name, item in findings:
         show([item], f"{name}: ")
     if died and not logged:
-        raise SilentNodeError(f"doctor: a node cannot run the checks: {died}")
+        raise NodeError(f"doctor: a node cannot run the checks: {died}")
     if worst := worst_failure(findings):
         name, item = worst
-        kind = SilentNodeError if item.name == _NO_REPORT else UserError
-        raise kind(f"doctor: {item.name} on {name}: {item.text}{f': {item.fix}' if item.fix else ''}")
+        guilty = [] if died else guilty_nodes(item.name, findings, names)
+        raise NodeError(f"doctor: {item.name} on {name}: {item.text}{f': {item.fix}' if item.fix else ''}", guilty)
     backend.free_ports.update({name: reports[name].ports for name in names})
+
+
+def _unpack_image(backend: SlurmBackend, supervisor: Supervisor, poll: Callable[[], None]) -> None:
+    """Unpack the image on all nodes. Later steps have time limits, and tasks that wait for each other."""
+    step = supervisor.start("image", backend.step("image", backend.nodes, 1, ["true"]))
+    try:
+        supervisor.wait(step, poll=_until_late(step, IMAGE_S, poll))
+    except ProcessDiedError as error:
+        raise NodeError(f"doctor: a node cannot start the container: {error}") from None
+    except _LateError:
+        supervisor.end(step)
+        raise NodeError(f"doctor: not all nodes have unpacked the container's image after {IMAGE_S:g} s") from None
 
 
 def _logged(step: SupervisedProcess) -> list[tuple[str, CheckResult]]:
@@ -136,7 +147,7 @@ def compare_reports(reports: Mapping[str, Report], names: list[str]) -> list[tup
     Clocks are only compared if the all-reduce succeeded. Otherwise each was read when its node stopped waiting.
     """
     text, fix = "no report: the node hangs or is much slower than the others", "look at its load and filesystems"
-    missing = [(name, failure(_NO_REPORT, text, fix)) for name in names if name not in reports]
+    missing = [(name, failure("report", text, fix)) for name in names if name not in reports]
     if missing or any(item.level != "ok" for item in _network_checks(reports)):
         text = "not compared, because the all-reduce failed"
         return [*missing, ("all nodes", warning("clock", text, "fix the other failures first"))]
@@ -187,6 +198,12 @@ def worst_failure(findings: list[tuple[str, CheckResult]]) -> tuple[str, CheckRe
     """
     failed = [found for found in findings if found[1].level == "failure"]
     return min(failed, key=lambda found: found[1].name == "network", default=None)
+
+
+def guilty_nodes(check: str, findings: list[tuple[str, CheckResult]], names: list[str]) -> list[str]:
+    """Return the nodes without which a job may pass a check that failed: [] if no other node passed it."""
+    failed = [name for name, item in findings if (item.name, item.level) == (check, "failure") and name in names]
+    return failed if len(failed) < len(names) or check == _OF_THE_NODE else []
 
 
 def _network_checks(reports: Mapping[str, Report]) -> list[CheckResult]:

@@ -1,17 +1,20 @@
-"""Restarts of a Slurm job whose processes failed (`restarts` in the profile).
+"""Requeues of a Slurm job that failed (`restarts` in the profile) or whose time is up, and when they end.
 
-A failure of the software or of a node requeues the job without the guilty node. Three conditions end this: the number
-of restarts, a fault that the user must fix, and a job that got no further than its last failure, however early.
+A failure of the software or of a node requeues the job without the guilty nodes. Three conditions end this: the number
+of restarts, a fault that the user must fix, and a job that got no further than its last failure, however early. A lost
+node counts as a restart; it requeues the job also with `restarts: 0`, which sets no limit then.
 """
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import SlurmBackend
+from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
@@ -23,6 +26,8 @@ _SRUN = re.compile(r"srun: error: ([\w.-]+): tasks? ")
 """srun's report of a task that was killed; the first is the one that ended the step."""
 _USER_ERROR = re.compile(r"rank \d+ failed:\n\s*\|?\s*arpo: ")
 """The report of a rank whose error the user must fix, such as a full disk."""
+_EARLY_S = 60
+"""Slurm may send its signal this many seconds before `signal_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +54,67 @@ class Restarts:
         write_json(_file(run), asdict(self))
 
 
-def after_failure(error: str, run: RunDirectory, backend: SlurmBackend, limit: int) -> tuple[Restarts | None, str]:
+def after_failure(
+    error: str, run: RunDirectory, backend: SlurmBackend, guilty: Sequence[str] = ()
+) -> tuple[Restarts | None, str]:
     """Decide whether a failed job is requeued. Nothing is written.
 
     Args:
         error: message of the failure.
         run: the run.
-        backend: nodes of the job.
-        limit: `restarts` of the profile.
+        backend: profile and nodes of the job.
+        guilty: names of the guilty nodes; empty: the message may name one.
 
     Returns:
         The record of the job after the restart, or None if it must not restart, and a phrase for the user.
     """
-    before = Restarts.read(run, backend.job_id)
+    before, limit = Restarts.read(run, backend.job_id), backend.profile.restarts
     progress = (_newest(run.sft_checkpoints), _newest(run.checkpoints))
     if _USER_ERROR.search(error):
         return None, "the error needs a change: no restart"
-    if before.count >= limit:
+    if limit and before.count >= limit:
         return None, f"it has restarted {before.count} times (restarts: {limit})"
     if progress <= before.progress:
         return None, "no checkpoint was gained since the last restart: no restart"
     after = replace(before, count=before.count + 1, progress=progress)
-    text = f"restart {after.count} of {limit}"
+    text = f"restart {after.count} of {limit}" if limit else f"restart {after.count}"
     node = guilty_node(error, backend)
-    if node is None or node in before.excluded:
+    nodes = [each for each in guilty or ([node] if node else []) if each not in before.excluded]
+    if not nodes:
         return after, text
-    if not _can_spare(node, before.excluded, backend):
-        return after, f"{text}, on {node} again: the partition has too few other nodes"
-    return replace(after, excluded=(*before.excluded, node)), f"{text}, without {node}"
+    excluded, named = (*before.excluded, *nodes), ", ".join(nodes)
+    if not _can_spare(excluded, backend):
+        return after, f"{text}, on {named} again: the partition has too few other nodes"
+    return replace(after, excluded=excluded), f"{text}, without {named}"
+
+
+def saved_state(run: RunDirectory) -> tuple[int, int, int]:
+    """Return what the next start continues from.
+
+    Returns:
+        The newest checkpoints of the cold start and of the training (-1: none), and the time of the step journal.
+    """
+    journal = run.step_journal.stat().st_mtime_ns if run.step_journal.exists() else 0
+    return _newest(run.sft_checkpoints), _newest(run.checkpoints), journal
+
+
+def start_cycles(before: tuple[int, int, int], run: RunDirectory, profile: ClusterProfile, job_id: str) -> bool:
+    """Return whether a requeued job has used up its time without a gain, so that its next start would end like this.
+
+    The first start may be slow, because it fills caches. A job that was preempted has not used up its time.
+
+    Args:
+        before: `saved_state` at the start of the job.
+        run: the run.
+        profile: profile of the job.
+        job_id: the job.
+    """
+    limit_s = slurm.seconds(profile.time)  # 0: no limit
+    with suppress(UserError):  # Slurm does not answer
+        state = slurm.job_state(job_id)
+        if limit_s and state is not None and state.restarts and saved_state(run) == before:
+            return slurm.seconds(state.elapsed) >= limit_s - profile.signal_s - _EARLY_S
+    return False
 
 
 def guilty_node(error: str, backend: SlurmBackend) -> str | None:
@@ -95,7 +133,7 @@ def exclude_nodes(job_id: str, nodes: Sequence[str]) -> None:
         slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
 
 
-def _can_spare(node: str, excluded: tuple[str, ...], backend: SlurmBackend) -> bool:
+def _can_spare(excluded: Sequence[str], backend: SlurmBackend) -> bool:
     """Return whether the partition has enough usable nodes without these."""
     partition = backend.profile.partition
     where = [] if partition is None else [f"--partition={partition}"]
@@ -105,7 +143,7 @@ def _can_spare(node: str, excluded: tuple[str, ...], backend: SlurmBackend) -> b
         return False
     rows = [line.split() for line in shown.splitlines() if line.strip()]
     usable = {name for name, state in rows if state.rstrip("*~#!%$@^-") in ("idle", "alloc", "mix", "comp", "resv")}
-    return len(usable - {node, *excluded}) >= len(backend.nodes)
+    return len(usable - {*excluded}) >= len(backend.nodes)
 
 
 def _newest(root: Path) -> int:

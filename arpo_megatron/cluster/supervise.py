@@ -8,10 +8,12 @@ machine: services are restarted within limits, and the first fatal exit ends the
 | training is done | the waiting jobs of the chain are cancelled | COMPLETED |
 | USR1: a time limit or preemption is near | the trainer saves and ends; the chain's next job continues | COMPLETED |
 | USR1, and no job of the chain waits | the job is requeued | PENDING |
+| USR1, and no step was gained since the last requeue | one line; `arpo resume` continues | FAILED, exit code 75 |
 | USR1, and Slurm or the profile refuses a requeue | one line; `arpo resume` continues | FAILED, exit code 75 |
 | a fatal exit, with `restarts` left | the job is requeued without the guilty node (`restarts.py`) | PENDING |
+| a node fails a check that others pass, with `restarts` left | the job is requeued without it | PENDING |
 | a fatal exit | all steps end; last lines of the failed process's log; the next job continues | FAILED, its exit code |
-| a node is lost, even before training | the job is requeued | PENDING |
+| a node is lost, even before training | the job is requeued without it (`restarts.py`) | PENDING |
 | the controller does not answer at the start | it is asked three times, then the job is requeued | PENDING |
 | an error that the user must fix | one line; the waiting jobs of the chain are cancelled | FAILED, exit code 2 |
 | TERM, and the job is no longer RUNNING: scancel | all steps are ended | CANCELLED |
@@ -30,10 +32,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from arpo_megatron.cluster import slurm
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend, drop_slurm_variables
+from arpo_megatron.cluster.backend import NodeError, SlurmBackend, drop_slurm_variables
 from arpo_megatron.cluster.preflight import examine_nodes
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile
-from arpo_megatron.cluster.restarts import after_failure, exclude_nodes
+from arpo_megatron.cluster.restarts import after_failure, exclude_nodes, saved_state, start_cycles
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submissions import waiting_jobs
 from arpo_megatron.config import JobConfig
@@ -99,49 +101,67 @@ def _run_to_end(run: RunDirectory, job_id: str, node_list: str, warned: Sequence
     if not nodes:  # the user cannot fix it, and a later job may succeed
         return _requeue(job_id, UNFINISHED) if profile.requeue else UNFINISHED
     backend = SlurmBackend(profile, lay_out_nodes(config, profile.gpus_per_node, len(nodes)), nodes, run, job_id)
+    saved = saved_state(run)
     try:
         interrupt_on_signals()
         _run(config, run, backend, warned, only_sft)
     except StoppedError:
-        return _hand_over(run, profile, job_id)
+        return _hand_over(saved, run, profile, job_id)
     except ProcessDiedError as error:
         return _after_death(error, run, backend)
-    except SilentNodeError as error:
-        if not (lost := backend.lost_nodes()):
-            raise
-        report(error, 0)
-        return _leave_lost(lost, backend, UNFINISHED)
+    except NodeError as error:
+        return _after_node_error(error, run, backend)
     except Interrupted:
         return _requeue(job_id, TERMINATED) if profile.requeue and _still_wanted(job_id) else TERMINATED
     _cancel_waiting(run)
     return 0
 
 
-def _leave_lost(lost: Sequence[str], backend: SlurmBackend, otherwise: int) -> int:
-    """Requeue the job without these nodes, which Slurm itself would notice minutes later."""
-    report(UserError(f"cannot reach {', '.join(lost)} any more"), 1)
-    return _requeue(backend.job_id, otherwise) if backend.profile.requeue else otherwise
-
-
 def _after_death(error: ProcessDiedError, run: RunDirectory, backend: SlurmBackend) -> int:
-    """Leave the rest to the next job of the chain, or to this one after a requeue, if a restart may help."""
     code = report(error, error.code)
     if lost := backend.lost_nodes():
-        return _leave_lost(lost, backend, code)
-    if not backend.profile.restarts:
-        return code
-    after, text = after_failure(str(error), run, backend, backend.profile.restarts)
+        return _leave_lost(lost, run, backend, code)
+    return _restart(str(error), run, backend, code) if backend.profile.restarts else code
+
+
+def _after_node_error(error: NodeError, run: RunDirectory, backend: SlurmBackend) -> int:
+    """Leave out nodes that are lost or guilty. Raises the error if the user must fix it."""
+    lost = backend.lost_nodes()
+    if not lost and not (error.guilty and backend.profile.restarts):
+        raise error
+    report(error, 0)
+    if lost:
+        return _leave_lost(lost, run, backend, UNFINISHED)
+    return _restart(str(error), run, backend, USER_ERROR_EXIT_CODE, error.guilty)
+
+
+def _leave_lost(lost: Sequence[str], run: RunDirectory, backend: SlurmBackend, otherwise: int) -> int:
+    """Requeue the job without these nodes, which Slurm itself would notice minutes later."""
+    text = f"cannot reach {', '.join(lost)} any more"
+    report(UserError(text), 1)
+    return _restart(text, run, backend, otherwise, lost) if backend.profile.requeue else otherwise
+
+
+def _restart(failure: str, run: RunDirectory, backend: SlurmBackend, code: int, guilty: Sequence[str] = ()) -> int:
+    """Leave the rest to this job after a requeue, or to the next one of the chain, if a restart may help.
+
+    Args:
+        failure: message of the failure.
+        run: the run.
+        backend: profile and nodes of the job.
+        code: exit code of the job if it is not requeued.
+        guilty: nodes that are known to be guilty: the job itself is requeued without them, also in a chain.
+    """
+    after, text = after_failure(failure, run, backend, guilty)
     report(StoppedError(text), 0)
     if after is None:
         _cancel_waiting(run)
         return code
     after.write(run)
     waiting: list[str] = retry(lambda: waiting_jobs(run), [])
-    if not waiting:
-        return _requeue(backend.job_id, code, after.excluded)
     for job in waiting:
         _exclude(job, after.excluded)
-    return code
+    return code if waiting and not guilty else _requeue(backend.job_id, code, after.excluded)
 
 
 def _exclude(job_id: str, nodes: Sequence[str]) -> None:
@@ -176,7 +196,7 @@ def _run(config: JobConfig, run: RunDirectory, backend: SlurmBackend, warned: Se
         try:
             _wait_for_old_kills(job, backend)
             _phases(job, backend, only_sft or config.sft_only)
-        except (ProcessDiedError, SilentNodeError) as error:
+        except (ProcessDiedError, NodeError) as error:
             if not signals.term:
                 raise
             report(error, 0)  # proctrack/linuxproc sends TERM to the steps' sruns too, so none could save
@@ -286,8 +306,15 @@ def report(error: Exception, code: int) -> int:
     return code
 
 
-def _hand_over(run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
-    """After a save, leave the rest to the next job of the chain, or to this job after a requeue."""
+def _hand_over(saved: tuple[int, int, int], run: RunDirectory, profile: ClusterProfile, job_id: str) -> int:
+    """Leave the rest to the next job of the chain, or to this job after a requeue, unless that gains nothing.
+
+    `saved` is the `saved_state` at the start.
+    """
+    if start_cycles(saved, run, profile, job_id):
+        _cancel_waiting(run)
+        text = "time is up, and no step was gained since the last requeue: set a longer `time` or a shorter `signal_s`"
+        return report(UserError(f"{text} in the profile, and `arpo resume --cluster`"), UNFINISHED)
     waiting: list[str] = retry(lambda: waiting_jobs(run), [])
     if waiting:
         return report(StoppedError(f"saved; job {waiting[0]} continues the run"), 0)

@@ -361,14 +361,14 @@ class RolloutHandle:
 
     def _receive(self, message: object) -> bool:
         """Handle a message; return whether it was a `Failure`."""
+        if self._pending is not None and isinstance(message, RecordEntry | FinishedTree):
+            beat()  # only if rank 0 waits: trees that grow while it trains must not hide its hang
         if isinstance(message, RecordEntry):
-            beat()
             with self._lock:
                 if message.tree_id in self._trees:
                     self._trees[message.tree_id][1].append(message.entry)
             return False
         if isinstance(message, FinishedTree):
-            beat()
             with self._lock:
                 if message.tree_id in self._trees:
                     self._finished[message.tree_id] = message.tree

@@ -333,7 +333,7 @@ def test_missing_container_image_ends_the_job_and_its_chain(
     box.slurm("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
     output = failed(job, "2:0")
     assert job.shown("RunTime").startswith("00:00:"), "it took a minute"
-    assert "arpo: doctor: a node cannot run the checks" in output
+    assert "arpo: doctor: a node cannot start the container" in output
     assert f"pyxis: No such file or directory: {image}" in output
     assert [job.state(link) for link in job.ids] == ["FAILED", "CANCELLED", "CANCELLED"]
     is_whole(box.resume(job, "--cluster", box.profile("bare")), calm)

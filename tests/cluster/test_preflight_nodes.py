@@ -1,5 +1,6 @@
 """Preflight step of a job: reports of its nodes, and which failure ends the job."""
 
+import json
 import re
 import sys
 import time
@@ -7,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
-from arpo_megatron.cluster.preflight import Report, compare_reports, examine_nodes, worst_failure
+from arpo_megatron.cluster.backend import NodeError, SlurmBackend
+from arpo_megatron.cluster.preflight import (
+    Report,
+    compare_reports,
+    examine_nodes,
+    guilty_nodes,
+    judge_speeds,
+    worst_failure,
+)
 from arpo_megatron.cluster.profile import check_profile, save_profile
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config.io import save_config
@@ -48,6 +56,39 @@ def test_missing_report_has_precedence_over_network_failures() -> None:
     assert worst is not None and worst[0] == "n2" and "the node hangs" in worst[1].text
 
 
+@pytest.mark.parametrize(
+    ("check", "failed", "guilty"),
+    [
+        ("gpu health", ["n2"], ["n2"]),
+        ("gpu health", ["n1", "n2"], ["n1", "n2"]),
+        ("bandwidth", ["n2"], ["n2"]),
+        ("pins", ["n1", "n2"], []),
+        ("clock", ["all nodes"], []),
+    ],
+)
+def test_node_that_fails_what_others_pass_is_guilty(check: str, failed: list[str], guilty: list[str]) -> None:
+    findings = [(name, failure(check, "x")) for name in failed]
+    findings += [("n1", failure("other", "x")), ("n2", ok(check, "x"))]
+    assert guilty_nodes(check, findings, ["n1", "n2"]) == guilty
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "disk_gb_s", "level"), [(299, 1.0, "ok"), (301, 1.0, "warning"), (299, 1e-6, "warning")]
+)
+def test_longest_step_and_a_save_must_fit_into_signal_s(
+    longest_s: float, disk_gb_s: float, level: str, tmp_path: Path
+) -> None:
+    run, config = RunDirectory(tmp_path), resolve.resolve("quickstart", overrides=["platform=cpu"])
+    save_config(config, run.config)
+    rows = [{"step": 1, "seconds/rollout": longest_s - 9, "seconds/update": 9}, {"step": 2, "seconds/rollout": 1}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": 0, "signal_s": 300}, "here")
+    backend = SlurmBackend(profile, lay_out_nodes(config, 0, 1), [Node("n1", "127.0.0.1")], run, "7")
+    found = {item.name: item for _, item in judge_speeds(backend, [Report((), 100.0, [], None, disk_gb_s)])}
+    assert found["signal"].level == level
+    assert f"signal_s=300; the longest step took {longest_s} s, a save takes" in found["signal"].text
+
+
 BOTH = """#!/bin/bash
 while [ "$1" != arpo ]; do shift; done; shift
 export SLURM_NTASKS=2
@@ -58,7 +99,9 @@ for task in $started; do wait $task || exit 1; done
 """
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **programs: str) -> SlurmBackend:
+def examined(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, container: str | None = None, **programs: str
+) -> SlurmBackend:
     """Run `examine_nodes` for two nodes with stand-ins for programs (`srun`, ...)."""
     (folder / "bin").mkdir()
     for name, text in programs.items():
@@ -68,7 +111,8 @@ def examined(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: int = 0, **pro
     overrides = ["sandbox.isolation=limits", *([] if gpus else ["platform=cpu"])]
     run, config = RunDirectory(folder / "run"), resolve.resolve("quickstart", overrides=overrides)
     run.path.mkdir()
-    profile = check_profile({"account": "a", "runs": "/tmp", "gpus_per_node": gpus}, "here")
+    values = {"account": "a", "runs": "/tmp", "gpus_per_node": gpus, "container": container}
+    profile = check_profile(values, "here")
     save_config(config, run.config)
     save_profile(profile, run.cluster)
     nodes = [Node("n1", "127.0.0.1"), Node("n2", "127.0.0.2")]
@@ -109,8 +153,9 @@ def test_hanging_node_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     """The first node reports, the second does not."""
     monkeypatch.setattr("arpo_megatron.cluster.preflight.LAST_S", 0.5)
     started = time.monotonic()
-    with pytest.raises(SilentNodeError, match="doctor: report on n2: no report: the node hangs"):
+    with pytest.raises(NodeError, match="doctor: report on n2: no report: the node hangs") as caught:
         examined(monkeypatch, tmp_path, srun=HANGING.format(python=sys.executable))
+    assert caught.value.guilty == ("n2",)
     assert time.monotonic() - started < 90  # the stand-in hangs for 100 s
 
 
@@ -121,8 +166,28 @@ exit 1
 
 
 def test_step_that_does_not_start_is_a_silent_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SilentNodeError, match=r"doctor: a node cannot run the checks: .*\n.* failed on node n2"):
+    with pytest.raises(NodeError, match=r"doctor: a node cannot run the checks: .*\n.* failed on node n2"):
         examined(monkeypatch, tmp_path, srun=LOST)
+
+
+UNPACKING = """#!/bin/bash
+[[ "$*" == *--job-name=image* ]] || {{ echo doctor >>{log}; exit 1; }}
+sleep 1; echo image >>{log}
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "why", "steps"),
+    [(100.0, "a node cannot run the checks", "image\ndoctor\n"), (0.1, "not all nodes have unpacked", "")],
+)
+def test_checks_begin_when_all_nodes_have_unpacked_the_image(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit_s: float, why: str, steps: str
+) -> None:
+    (log := tmp_path / "steps").touch()
+    monkeypatch.setattr("arpo_megatron.cluster.preflight.IMAGE_S", limit_s)
+    with pytest.raises(NodeError, match=f"doctor: {why}"):
+        examined(monkeypatch, tmp_path, container="/image.sqsh", srun=UNPACKING.format(log=log))
+    assert log.read_text() == steps
 
 
 UNSHARED = """#!{python}
@@ -146,10 +211,10 @@ def test_unshared_run_directory_is_reported_with_its_node(
 ) -> None:
     """The second node has another directory of that name, or none; the report of the first is shown too."""
     with pytest.raises(
-        UserError, match=r"^doctor: filesystem on n2: \S+/canary is not the supervisor.*: set `runs`"
+        NodeError, match=r"^doctor: filesystem on n2: \S+/canary is not the supervisor.*: set `runs`"
     ) as said_so:
         examined(monkeypatch, tmp_path, srun=UNSHARED.format(python=sys.executable, run=run, token=token))
-    assert not isinstance(said_so.value, SilentNodeError), "other nodes would not help"
+    assert not said_so.value.guilty, "other nodes would not help"
     output = capsys.readouterr().out
     assert "n1: warning  rdma         no RDMA device" in output
     assert "n2: failure  filesystem   " in output

@@ -1,16 +1,20 @@
 """`restarts` of a profile: a failed job starts again without the guilty node, while it gains checkpoints."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from arpo_megatron.cluster import restarts
+from arpo_megatron.cluster import restarts, supervise
 from arpo_megatron.cluster.backend import SlurmBackend
+from arpo_megatron.cluster.profile import save_profile
 from arpo_megatron.cluster.restarts import Restarts, after_failure, guilty_node
-from arpo_megatron.cluster.slurm import Node
-from arpo_megatron.errors import UserError
+from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.config.io import save_config
+from arpo_megatron.errors import StoppedError, UserError
+from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.node_layout import NodeLayout
 from tests.cluster.onebox import Onebox
@@ -25,7 +29,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmBackend:
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", lambda *_: "n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
     nodes = [Node("n1", "127.0.0.11"), Node("n2", "127.0.0.12")]
     (tmp_path / "submissions").mkdir()
-    return SlurmBackend(profile(), NodeLayout(2, 8, 2, 2, 1, 1, True), nodes, RunDirectory(tmp_path), "7")
+    return SlurmBackend(profile(restarts=2), NodeLayout(2, 8, 2, 2, 1, 1, True), nodes, RunDirectory(tmp_path), "7")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,7 @@ def test_job_restarts_while_it_gains_checkpoints(backend: SlurmBackend) -> None:
     run = backend.run
 
     def fail(error: str = RANK_3) -> str:
-        after, text = after_failure(error, run, backend, limit=2)
+        after, text = after_failure(error, run, backend)
         if after is not None:
             after.write(run)
         return text
@@ -63,6 +67,61 @@ def test_job_restarts_while_it_gains_checkpoints(backend: SlurmBackend) -> None:
     assert fail() == "it has restarted 2 times (restarts: 2)"
     assert Restarts.read(run, "7").excluded == ("n2",)
     assert Restarts.read(run, "8") == Restarts("8"), "another job of the run counts from 0"
+
+
+def test_lost_nodes_are_left_out_without_a_limit_while_checkpoints_are_gained(backend: SlurmBackend) -> None:
+    run, unlimited = backend.run, replace(backend, profile=profile())
+    for number, (lost, text) in enumerate([("n2", "restart 1, without n2"), ("n1", "restart 2, on n1 again: the ")], 1):
+        (run.checkpoints / f"step_{number}").mkdir(parents=True)
+        after, said = after_failure("", run, unlimited, [lost])
+        assert after is not None and said.startswith(text)
+        after.write(run)
+    assert Restarts.read(run, "7").excluded == ("n2",)
+    assert after_failure("", run, unlimited, ["n1"])[1].startswith("no checkpoint was gained since the last restart")
+    (run.checkpoints / "step_3").mkdir()
+    assert after_failure("", run, backend, ["n1"]) == (None, "it has restarted 2 times (restarts: 2)")
+
+
+@pytest.mark.parametrize(
+    ("starts_before", "elapsed", "gain", "again"),
+    [
+        (1, "03:54:30", "", False),
+        (1, "03:54:30", "sft_checkpoints/step_9", True),
+        (1, "03:54:30", "checkpoints/step_1", True),
+        (1, "03:54:30", "step_journal.msgpack", True),
+        (1, "03:40:00", "", True),  # a preemption
+        (0, "03:54:30", "", True),  # the first start fills caches
+    ],
+)
+def test_job_whose_start_outlasts_its_time_is_not_requeued_forever(
+    starts_before: int,
+    elapsed: str,
+    gain: str,
+    again: bool,
+    backend: SlurmBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`time` is 4 h, and Slurm's signal comes 300 to 360 s before its end."""
+
+    def start(*_: object) -> None:
+        (backend.run.path / gain).mkdir(parents=True, exist_ok=True)
+        raise StoppedError
+
+    save_config(resolve.resolve("quickstart", overrides=["platform=cpu"]), backend.run.config)
+    save_profile(profile(gpus_per_node=0), backend.run.cluster)
+    state = JobState("7", "RUNNING", restarts=starts_before, elapsed=elapsed)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.job_state", lambda _: state)
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.allocated_nodes", lambda _: backend.nodes)
+    monkeypatch.setattr(supervise, "_run", start)
+    monkeypatch.setattr(supervise, "interrupt_on_signals", lambda: None)
+    monkeypatch.setattr(supervise, "_END_S", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert supervise.supervise(backend.run.path, []) == supervise.UNFINISHED
+    output = capsys.readouterr().err
+    assert ("arpo: requeueing the job" in output) is again
+    assert ("no step was gained since the last requeue: set a longer `time` or a shorter" in output) is not again
 
 
 def test_restarts_need_requeues() -> None:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from arpo_megatron.cluster import supervise
-from arpo_megatron.cluster.backend import SilentNodeError, SlurmBackend
+from arpo_megatron.cluster.backend import NodeError, SlurmBackend
 from arpo_megatron.cluster.profile import check_profile, load_profile, save_profile
 from arpo_megatron.cluster.slurm import JobState, Node
 from arpo_megatron.config.io import save_config
@@ -54,6 +54,7 @@ class Refusing:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     directory = RunDirectory(tmp_path)
+    directory.submissions.mkdir()
     save_config(resolve.resolve("quickstart", overrides=["platform=cpu"]), directory.config)
     save_profile(check_profile({"account": "a", "runs": str(tmp_path), "gpus_per_node": 0}, "here"), directory.cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -65,7 +66,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def submitted(run: RunDirectory) -> None:
-    run.submissions.mkdir()
     (run.submissions / "1.json").write_text('{"jobs": ["7", "8"], "job_name": "arpo-test"}')
 
 
@@ -158,7 +158,6 @@ def test_user_error_cancels_the_chain(
     cancelled: list[str],
 ) -> None:
     """After another failure, the next job of the chain continues."""
-    run.submissions.mkdir()
     (run.submissions / "1.json").write_text('{"jobs": ["7", "8", "9"], "job_name": "arpo-test"}')
     asked: list[str] = []
 
@@ -187,8 +186,10 @@ class Requeueing:
         self.commands: list[tuple[str, ...]] = []
 
     def call(self, *arguments: str, check: bool = True, ignore: str | None = None) -> str:
-        if arguments[0] == "scancel" or arguments[1:2] == ("requeue",):
+        if arguments[0] == "scancel" or arguments[1] in ("requeue", "update"):
             self.commands.append(arguments)
+        if arguments[0] == "sinfo":
+            return "n1 alloc\nn2 down*\nn3 idle\n"
         if arguments[0] == "squeue":
             return "7|RUNNING|arpo-test\n8|PENDING|arpo-test\n"
         return ""
@@ -198,30 +199,38 @@ class Requeueing:
         return silence() if self.silent >= 0 else [Node("n1", "127.0.0.1")]
 
 
+WITHOUT_N2 = [
+    ("scontrol", "update", "JobId=8", "ExcNodeList=n2"),
+    ("scontrol", "requeue", "7"),
+    ("scontrol", "update", "JobId=7", "ExcNodeList=n2"),
+]
+
+
 @pytest.mark.parametrize(
-    ("lost", "requeue", "code", "commands"),
+    ("lost", "values", "code", "commands"),
     [
-        (["n2"], True, 75, [("scontrol", "requeue", "7")]),
-        (["n2"], False, 75, []),
-        ([], True, 2, [("scancel", "8")]),
+        (["n2"], {}, 75, WITHOUT_N2),
+        (["n2"], {"requeue": False}, 75, []),
+        ([], {}, 2, [("scancel", "8")]),
+        ([], {"restarts": 1}, 2, WITHOUT_N2),
     ],
 )
-def test_node_lost_before_training_requeues_the_job(
+def test_job_is_requeued_without_a_node_that_fails_before_training(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     run: RunDirectory,
     lost: list[str],
-    requeue: bool,
+    values: dict[str, Any],
     code: int,
     commands: list[tuple[str, ...]],
 ) -> None:
-    """A node that is alive but fails ends the chain."""
+    """Without `restarts`, a node that is alive but fails ends the chain."""
     submitted(run)
-    save_profile(replace(load_profile(str(run.cluster)), requeue=requeue), run.cluster)
+    save_profile(replace(load_profile(str(run.cluster)), **values), run.cluster)
     monkeypatch.setattr("arpo_megatron.cluster.slurm.call", (slurm := Requeueing()).call)
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend.lost_nodes", lambda backend: lost)
     monkeypatch.setattr(supervise, "_END_S", 0.0)
-    assert ended(monkeypatch, run, SilentNodeError(SILENT)) == code
+    assert ended(monkeypatch, run, NodeError(SILENT, ["n2"])) == code
     assert slurm.commands == commands
     output = capsys.readouterr().err.splitlines()
     assert output.count(f"arpo: {SILENT}") == 1
@@ -233,7 +242,7 @@ def test_missing_scratch_directory_of_a_lost_node_requeues_the_job(
 ) -> None:
     monkeypatch.setattr("arpo_megatron.cluster.backend.SlurmBackend._on_nodes", lambda *_: None)
     backend = replace(asked_by(monkeypatch, run, None).backend, job_id=NOBODYS)
-    with pytest.raises(SilentNodeError, match="cannot be made on the nodes: no answer"), backend.prepared():
+    with pytest.raises(NodeError, match="cannot be made on the nodes: no answer"), backend.prepared():
         pass
 
 

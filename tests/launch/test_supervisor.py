@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,25 @@ def test_job_ends_with_the_reason_after_the_last_restart(run: RunDirectory, supe
         f"log: {run.logs / 'toy.log'}"
     )
     assert log == ["  | serving", "  | serving"]
+
+
+def test_old_restarts_do_not_count(run: RunDirectory, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo_megatron.launch.supervisor.RESTARTS_WITHIN_S", 0.0)
+    toy = program(run)
+
+    def is_back(old: int) -> bool:
+        supervisor.check()
+        return answer(toy.url) not in (None, old)
+
+    with supervisor.serving(run, restarts=1):
+        supervisor.serve(toy)
+        for _ in range(2):
+            last = answer(toy.url)
+            assert last
+            os.kill(last, signal.SIGKILL)
+            wait_until(partial(is_back, last))
+    downs = [event["text"] for event in events(run) if event["state"] == "down"]
+    assert [text.partition("; ")[2][:14] for text in downs] == ["restart 1 of 1"] * 2
 
 
 def test_pauses_between_restarts_double(run: RunDirectory, supervisor: Supervisor) -> None:

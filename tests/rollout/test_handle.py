@@ -88,6 +88,28 @@ class Stuck(ScriptedEngine):
         return await super().generate(request)
 
 
+def test_trees_that_grow_while_the_trainer_trains_do_not_count_as_its_progress(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, beats, task = Stuck(lambda _text: "xyz"), list[int](), Task("t", (), "", "math", "w")
+    monkeypatch.setattr("arpo_megatron.rollout.handle.beat", lambda: beats.append(1))
+    scripted_engine(engine)
+    grown = RolloutSettings(None, 2, Sampling(), LIMITS)
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, [])
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            handle.start_trees("ahead", [task], step=0, version=0, settings=grown)
+            before, deadline = len(beats), time.monotonic() + 60
+            engine.released = True
+            while not handle._finished and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert handle._finished
+            assert len(beats) == before
+            handle.grow_trees([task], step=0, version=0, settings=grown)
+            assert len(beats) > before
+
+
 def test_cut_connection_is_restored_during_a_call(
     folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]
 ) -> None:
