@@ -40,7 +40,10 @@ class RolloutCounts:
     retries: int = 0
     """Attempts of requests and tool calls that were repeated because a service failed."""
     tokens_recomputed: int = 0
-    """Prompt tokens that the engine had computed for the same path and computed again: they were evicted."""
+    """Prompt tokens that the engine had computed for the same path and computed again: they were evicted. Known with
+    admission only, like `evicted`."""
+    evicted: int = 0
+    """How often a path found fewer of its tokens in the cache than it had left there."""
     suspended: int = 0
     """How often a path had to wait in its middle because the KV pool was full."""
     admission_s: float = 0.0
@@ -131,6 +134,10 @@ class RolloutStats:
     """Sums over the finished trees."""
     seconds: float
     """Wall time."""
+    trees_running: int = 0
+    """Most trees with a resident path (`AdmissionFigures`), looked at about once a second while trees are collected."""
+    trees_waiting: int = 0
+    """Most trees that waited for admission, counted in the same way."""
 
     @property
     def prefill_over_unique(self) -> float:
@@ -155,13 +162,15 @@ def rollout_stats(
     *,
     failed: int,
     seconds: float,
+    trees_running: int = 0,
+    trees_waiting: int = 0,
 ) -> RolloutStats:
-    """Combine counts with the figures of `each` finished tree."""
+    """Combine counts with the figures of `each` finished tree; `RolloutStats` documents the others."""
     total = {field.name: sum(getattr(one, field.name) for one in each) for field in fields(TreeStats)}
     if shared := common_prefix_length([tree.prompt_ids for tree in trees]):
         total["predicted_prompt_tokens"] += shared
         total["predicted_cached_tokens"] += sum(min(shared, len(tree.prompt_ids) - 1) for tree in trees)
-    return RolloutStats(counts, len(trees), failed, TreeStats(**total), seconds)
+    return RolloutStats(counts, len(trees), failed, TreeStats(**total), seconds, trees_running, trees_waiting)
 
 
 def tokens_per_second(stats: Sequence[RolloutStats]) -> float:

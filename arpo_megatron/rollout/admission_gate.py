@@ -45,8 +45,6 @@ class RequestSlot:
     """The path was not resident any more when it asked."""
     waited_s: float = 0.0
     """Seconds until it was granted."""
-    seconds: float = 0.0
-    """Seconds of the block, known after it."""
 
 
 class AdmissionGate:
@@ -203,7 +201,6 @@ class TreeAdmission:
         try:
             yield turn
         finally:
-            turn.seconds = time.monotonic() - asked - turn.waited_s
             turn.recomputed = gate.admission.answered(engine, *path, turn.length, turn.cached)
             gate.grant()
 

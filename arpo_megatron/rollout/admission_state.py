@@ -69,10 +69,14 @@ class AdmittingEngine:
     """Heap of other paths of its trees that ask."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AdmissionFigures:
     """Figures of admission for a report."""
 
+    trees_running: int = 0
+    """Trees with a resident path now."""
+    trees_waiting: int = 0
+    """Trees without one that have a path which asks."""
     resident: int = 0
     """Resident paths now."""
     waiting: int = 0

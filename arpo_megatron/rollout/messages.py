@@ -9,6 +9,7 @@ from arpo_megatron.config import AlgorithmConfig, JobConfig
 from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.accounting import RolloutStats
+from arpo_megatron.rollout.admission_state import AdmissionFigures
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import RolloutTree
@@ -67,10 +68,8 @@ class RolloutProgress:
     trees_done: int
     trees_total: int
     tokens_sampled: int
-    paths_running: int = 0
-    """Paths of all trees that were admitted to an engine and have not ended."""
-    paths_waiting: int = 0
-    """Paths that wait for admission."""
+    admission: AdmissionFigures = field(default_factory=AdmissionFigures)
+    """Trees and paths of all purposes that run or wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +148,8 @@ class ServiceSettings:
     """SGLang's name of the format of calls (`rollout.tool_call_parser`)."""
     admission: Literal["kv", "all"] = "kv"
     """`rollout.admission`."""
+    priority: Literal["none", "age"] = "none"
+    """`rollout.priority`."""
     keeps_kv: bool = False
     """Whether pushes leave the engines' KV caches as they are (`rollout.across_push=keep_kv`)."""
     environment: str | None = None

@@ -21,6 +21,7 @@ from arpo_megatron.engine.expert_routes import ExpertRouteSpec
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats
 from arpo_megatron.rollout.admission_gate import AdmissionGate
+from arpo_megatron.rollout.admission_state import AdmissionFigures
 from arpo_megatron.rollout.context import RolloutContext, routing_key
 from arpo_megatron.rollout.environments import TreeEnvironments
 from arpo_megatron.rollout.grower import TreeGrower
@@ -195,9 +196,9 @@ class TreePool:
             growing = queue.unfinished.total()
             if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
                 sent_at = time.monotonic()
-                done, held = min(count, len(queue.trees) - growing), self._admission and self._admission.figures()
-                paths = (held.resident, held.waiting) if held else (0, 0)
-                self._send(RolloutProgress(done, count, queue.tokens, *paths))
+                admission = AdmissionFigures() if self._admission is None else self._admission.figures()
+                queue.note(admission)
+                self._send(RolloutProgress(min(count, len(queue.trees) - growing), count, queue.tokens, admission))
             if len(queue.trees) - growing >= count and not queue.overdue(finish_before):
                 return
             self._changed.clear()

@@ -118,6 +118,7 @@ class TreeClient:
         first_route = len(tokens) - 1 if len(tokens) > len(prefix) else known_routes
         routes = None if context.expert_routes is None else ExpertRouteRequest(first_route, context.expert_routes)
         async with self._turn(node, len(tokens)) as turn:
+            began = time.monotonic()
             generation = await context.engine.generate(
                 tokens,
                 max_new_tokens=max_new_tokens,
@@ -130,11 +131,13 @@ class TreeClient:
                 first=None if first is None else (first[0], partial(self._report_first, node, first[1])),
                 encoded=_encoded(node, previous),
             )
+            seconds = time.monotonic() - began
             turn.length, turn.cached = len(tokens) + len(generation.token_ids), generation.cached_tokens
         self.counts.tokens_recomputed += turn.recomputed
+        self.counts.evicted += turn.recomputed > 0
         self.counts.suspended += turn.suspended
         self.counts.admission_s += turn.waited_s
-        self.counts.longest_request_s = max(self.counts.longest_request_s, turn.seconds)
+        self.counts.longest_request_s = max(self.counts.longest_request_s, seconds)
         self.prefixes.mark_cached(node)
         self._add(node.key, generation)
         context.on_tokens(len(generation.token_ids))

@@ -11,6 +11,7 @@ from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
 from arpo_megatron.rollout.admission_gate import TreeAdmission
+from arpo_megatron.rollout.admission_state import AdmissionFigures
 from arpo_megatron.rollout.context import PromptTooLongError, ToolTextError
 from arpo_megatron.rollout.environments import EnvironmentStateError, TreeEnvironments
 from arpo_megatron.rollout.grower import TreeGrower
@@ -70,6 +71,15 @@ class TreeQueue:
     """Time of the last report, or of the first tree's start."""
     tokens: int = 0
     """Tokens sampled since then."""
+    trees_running: int = 0
+    """Most trees of all purposes with a path in an engine since then."""
+    trees_waiting: int = 0
+    """Most trees of all purposes that waited for admission since then."""
+
+    def note(self, admission: AdmissionFigures) -> None:
+        """Note how many trees run and wait now."""
+        self.trees_running = max(self.trees_running, admission.trees_running)
+        self.trees_waiting = max(self.trees_waiting, admission.trees_waiting)
 
     def overdue(self, finish_before: int | None) -> bool:
         """Return whether a tree that started before a policy version is unfinished."""
@@ -92,8 +102,17 @@ class TreeQueue:
         now = time.monotonic()
 
         each = [tree.stats for tree in collected if tree.stats is not None]
-        stats = rollout_stats(trees, counts, each, failed=len(failed), seconds=now - self.since)
+        stats = rollout_stats(
+            trees,
+            counts,
+            each,
+            failed=len(failed),
+            seconds=now - self.since,
+            trees_running=self.trees_running,
+            trees_waiting=self.trees_waiting,
+        )
         self.since, self.tokens = now, 0
+        self.trees_running = self.trees_waiting = 0
         shares = self.shares.add(tree.grower.calls for tree in collected)
         reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
         return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)

@@ -343,8 +343,10 @@ def interleave(own: Sequence[ScoredTree], added: Sequence[ScoredTree]) -> list[S
 def report_progress(events: EventLog, progress: RolloutProgress) -> None:
     """Log how far a collection is. Raises StoppedError if the job is asked to end."""
     text = f"{progress.trees_done} of {progress.trees_total} trees, {progress.tokens_sampled} tokens sampled"
-    if progress.paths_waiting:
-        text += f"; {progress.paths_running} paths run, {progress.paths_waiting} wait for KV memory"
+    held = progress.admission
+    if held.waiting:
+        text += f"; {held.resident} paths of {held.trees_running} trees run, {held.waiting} paths wait for KV memory"
+        text += f" ({held.trees_waiting} trees with all of their paths)"
     events.emit("progress", text=text)
     check_stop(events)
 

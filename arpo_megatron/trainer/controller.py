@@ -209,7 +209,7 @@ class Controller:
             followed = {} if chance is None else {"arpo_fork_chance": chance}
         judge, replay = self.reward.judge, self.collector.replay
         return {
-            **rollout_metrics(trained, step, self.session.config.reward.success_threshold),
+            **rollout_metrics(trained, step, self.session.config),
             **followed,
             **({} if judge is None else {f"judge/{name}": count for name, count in judge.take_counts().items()}),
             **self.collector.selector.metrics(),

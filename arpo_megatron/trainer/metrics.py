@@ -25,13 +25,14 @@ from arpo_megatron.tree import Role, RolloutTree
 Logprobs = NDArray[np.float32]
 
 
-def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success_threshold: float) -> dict[str, float]:
+def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, config: JobConfig) -> dict[str, float]:
     """Return reward, staleness and cost metrics of a step's trees.
 
     Trees that hold replayed trajectories only are left out.
     """
     sampled = [item for item in trained if item.sampled]
-    counters = rollout_counters(step)
+    counters, success_threshold = rollout_counters(step), config.reward.success_threshold
+    longest_s = max((stats.counts.longest_request_s for stats in step.stats), default=0.0)
     return {
         **reward_metrics(sampled, success_threshold),
         "groups_without_signal": sum(bool(np.ptp(item.rewards) == 0) for item in sampled),
@@ -44,7 +45,10 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, success
         "predicted_cached_share": counters["predicted_cached_tokens"] / max(1, counters["predicted_prompt_tokens"]),
         "tool_cache_hits": counters["tool_calls_cached"] / max(1, counters["tool_calls_executed"]),
         "tokens_per_s": tokens_per_second(step.stats),
-        "longest_request_s": max((stats.counts.longest_request_s for stats in step.stats), default=0.0),
+        "trees_running_max": max((stats.trees_running for stats in step.stats), default=0),
+        "trees_waiting_max": max((stats.trees_waiting for stats in step.stats), default=0),
+        "longest_request_s": longest_s,
+        "deadline_headroom_s": config.engine.request_timeout_s - longest_s,
         **counters,
         **{f"reward/{name}": mean for name, mean in mean_terms([item.terms for item in sampled]).items()},
     }
@@ -80,6 +84,7 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_inherited": stats.totals.calls_inherited,
         "requests_repeated": stats.counts.retries,
         "tokens_recomputed": stats.counts.tokens_recomputed,
+        "paths_evicted": stats.counts.evicted,
         "paths_suspended": stats.counts.suspended,
         "admission_s": stats.counts.admission_s,
         "tokens_sampled": stats.counts.tokens_sampled,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import SimulatedTools
 from arpo_megatron.engine.capacity import EngineCapacity
@@ -21,6 +22,7 @@ from arpo_megatron.rollout.admission_state import FIRST_MARGIN, PathId
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import Role
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, SEED, Start, arpo
 from tests.rollout.test_shared_prefixes import script
@@ -75,7 +77,7 @@ def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
     found.answered(0, 0, (1,), 300, 0)
     found.end(0, (1,))
     assert granted(found) == [(0, (0, 0, 1))]
-    found.answered(0, 0, (0, 0, 1), 320, 300)
+    found.answered(0, 0, (0, 0, 1), 320, 299)
     assert found.figures().recomputed == 0
 
 
@@ -95,6 +97,7 @@ def test_margin_shrinks_with_recomputed_tokens_and_grows_without() -> None:
     assert found.answered(0, 0, (0,), 260, 150) == 49
     figures = found.figures()
     assert figures.recomputed == 49, "199 tokens were in the cache"
+    assert (figures.trees_running, figures.trees_waiting) == (2, 2)
     assert figures.margin < FIRST_MARGIN
     for _ in range(30):
         found.ask(0, (0,), 260)
@@ -255,12 +258,45 @@ def test_trees_grow_as_without_admission(scripted_engine: Start, capacity: Engin
     held = asyncio.run(run(True))
     assert held.failed == free.failed == []
     assert held.stats.counts.admission_s > free.stats.counts.admission_s == 0.0
-    assert 0.0 < held.stats.counts.longest_request_s < held.stats.seconds
+    for report in (held, free):
+        assert 0.0 < report.stats.counts.longest_request_s < report.stats.seconds
+    assert free.stats.trees_running == free.stats.trees_waiting == 0
+    assert 1 <= held.stats.trees_running <= 6
+    assert held.stats.trees_waiting >= (capacity.tokens < 1000)
+    assert held.stats.counts.evicted == held.stats.counts.tokens_recomputed == 0
     assert engine.most_running <= capacity.requests * 1.125 + 1
     for one, other in zip(held.trees, free.trees, strict=True):
         assert [segment.token_ids.tolist() for segment in one.segments] == [
             segment.token_ids.tolist() for segment in other.segments
         ]
+
+
+class Forgetful(ScriptedEngine):
+    """Evicts everything between two requests."""
+
+    def _cached(self, ids: Sequence[int]) -> int:
+        return 0
+
+
+def test_each_request_that_finds_less_in_the_cache_counts_as_evicted(scripted_engine: Start) -> None:
+    engine = scripted_engine(Forgetful(str, seeded=script, capacity=EngineCapacity(10**5, 64)))
+    policy, limits = GrpoPolicy(3), RolloutLimits(3000, 900, 5, 60, 5.0)
+
+    async def run() -> RolloutReport:
+        async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
+            pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED, gate)
+            settings = RolloutSettings(None, 3, Sampling(), limits)
+            pool.start(start((Task("t", (), "", "math", "1" * 40),), step=0, version=0, settings=settings))
+            try:
+                return await pool.collect(CollectTrees(PURPOSE))
+            finally:
+                await pool.close()
+
+    report = asyncio.run(run())
+    (tree,) = report.trees
+    later = sum(segment.role is Role.MODEL and segment.parent > 0 for segment in tree.segments)
+    assert report.stats.counts.evicted == later > 0
+    assert report.stats.counts.tokens_recomputed > 40 * later, "the prompt at least"
 
 
 def test_timed_prefixes_are_tokens_of_the_vocabulary(scripted_engine: Start) -> None:

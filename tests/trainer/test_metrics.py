@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from arpo_megatron.actor.update_stats import PolicyStats, UpdateStats
+from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
+from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.trainer.batch import Batch
+from arpo_megatron.trainer.collector import StepInProgress
 from arpo_megatron.trainer.consistency import check_on_policy
 from arpo_megatron.trainer.metrics import (
     Logprobs,
     age_metrics,
     count_entropy,
     fork_chance,
+    rollout_metrics,
     sampling_gap,
     update_metrics,
 )
@@ -47,6 +52,23 @@ def set_logprob(of: tuple[Batch, list[Logprobs]], token: int, logprob: float) ->
     """Set the trainer's log-prob of a token of the tree, counted over its segments."""
     batch, logprobs = of
     logprobs[0][batch.packs[0].token_index == token] = logprob
+
+
+def test_pressure_on_the_engines_is_reported_over_all_collections_of_a_step() -> None:
+    tree = sampled_batch(1)[0].trees[0]
+    item = ScoredTree(Task("task", (), "", "math", ""), tree, np.zeros(2), np.zeros(2), np.zeros(2, bool))
+    each = [TreeStats.of(tree, GrpoPolicy(2))]
+    stats = [
+        rollout_stats([tree], counts, each, failed=0, seconds=1.0, trees_running=running, trees_waiting=waiting)
+        for counts, running, waiting in (
+            (RolloutCounts(evicted=2, longest_request_s=40.0), 3, 5),
+            (RolloutCounts(evicted=1, longest_request_s=10.0), 4, 0),
+        )
+    ]
+    config = JobConfig("test", engine=EngineConfig(request_timeout_s=100.0))
+    found = rollout_metrics([item], StepInProgress(1, stats=stats), config)
+    assert (found["trees_running_max"], found["trees_waiting_max"], found["paths_evicted"]) == (4, 5, 3)
+    assert (found["longest_request_s"], found["deadline_headroom_s"]) == (40.0, 60.0)
 
 
 def test_sampling_gap_covers_tokens_of_the_present_version() -> None:
