@@ -259,7 +259,10 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
     search: Annotated[bool, typer.Option(help="Also search for better layouts (takes seconds).")] = True,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also simulate rollouts to choose admission and staleness (minutes).")
+        bool,
+        typer.Option(
+            "--simulate", help="Also simulate rollouts to choose admission, priority and staleness (minutes)."
+        ),
     ] = False,
     measured: Annotated[
         Path | None,

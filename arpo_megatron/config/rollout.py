@@ -70,6 +70,9 @@ class RolloutConfig:
     admission: Literal["kv", "all"] = "kv"
     """Trajectories that are in an engine at the same time. `kv`: as many as its KV pool is expected to hold, of older
     trees first, so that prefixes stay in its cache while tools run. `all`: all of them."""
+    priority: Literal["none", "age"] = "none"
+    """Order in which an engine takes requests from its queue. `none`: first in, first out. `age`: those of older trees
+    first, by SGLang's priority scheduling without preemption. It changes little with `admission=kv`."""
     stale: Literal["wait", "drop"] = "wait"
     """Handling of trees that take too long for `max_staleness` (> 0). `wait`: the step waits for them. `drop`: the step
     continues; when they finish they are left out, counted and replaced. `algorithm.sampling_correction` corrects for

@@ -31,6 +31,7 @@ from arpo_megatron.engine.exchange import (
     read_version,
 )
 from arpo_megatron.engine.expert_routes import ExpertRouteRequest
+from arpo_megatron.engine.growing_trees import GrowingTrees
 from arpo_megatron.engine.request import (
     NO_MORE,
     Generation,
@@ -66,6 +67,8 @@ class EngineClient:
             part of the cache (SGLang's `extra_key`), so a newer tree never reads older keys and values.
         streams: the engines stream entropies (`version.streams_entropies`). Not through SGLang's router, which drops
             the interval of a stream.
+        by_age: requests have the priority of their tree: an engine takes waiting ones of older trees first. It must run
+            with `options.age_options`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class EngineClient:
         retry_for_s: float = 60.0,
         keeps_kv: bool = False,
         streams: bool = False,
+        by_age: bool = False,
     ) -> None:
         self.streams = streams and router is None
         """Whether `generate` can report the first tokens of an answer."""
@@ -92,7 +96,7 @@ class EngineClient:
         follows. None: no one pushes, so requests to that engine fail."""
         self._selector = EngineRoutes(urls, router)
         self._engines = self._selector.engines
-        self._began: dict[str, int] = {}  # by key: the policy version whose part of the cache its tree uses
+        self._trees = GrowingTrees(keeps_kv=keeps_kv, by_age=by_age)
         self._probes: dict[EngineState, asyncio.Task[int]] = {}  # running requests for an engine's version
         self._headers = bearer(token)
         self._request_timeout_s = request_timeout_s
@@ -148,22 +152,20 @@ class EngineClient:
     def cache_id(self, key: str) -> CacheId:
         """Return the cache that a request with this routing key would hit now."""
         engine = self._selector.pick(key, asyncio.get_running_loop().time())
-        return engine.url, engine.incarnation, self._cache_version(key) if self.keeps_kv else self.pushes
+        version = self._trees.cache_version(key, self.version)
+        return engine.url, engine.incarnation, version if self.keeps_kv else self.pushes
 
     def begin_tree(self, key: str, version: int) -> None:
-        """Note the policy version with which the tree of a routing key began, until `end_tree`."""
-        self._began[key] = version
+        """Note a new tree with its routing key and the policy version with which it began, until `end_tree`."""
+        self._trees.begin(key, version)
 
     def end_tree(self, key: str) -> None:
-        """Forget the policy version with which the tree of a routing key began."""
-        self._began.pop(key, None)
+        """Forget the tree of a routing key."""
+        self._trees.end(key)
 
-    def _cache_version(self, key: str) -> int:
-        return self._began.get(key, self.version)
-
-    def _in_cache(self, body: dict[str, Any], key: str) -> dict[str, Any]:
-        """Return a request that uses the part of the cache of its tree."""
-        return body | {"extra_key": str(self._cache_version(key))} if self.keeps_kv else body
+    def _of_tree(self, body: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return a request that has the fields of its tree."""
+        return body | self._trees.fields(key, self.version)
 
     def pin(self, key: str, url: str | None) -> None:
         """Send requests with this routing key to one engine while it is up; None: to any. A router decides alone."""
@@ -227,7 +229,7 @@ class EngineClient:
             stream=stream,
             encoded=encoded,
         )
-        answer = await self._request(self._in_cache(body, key), key, ready, on_retry, watch)
+        answer = await self._request(self._of_tree(body, key), key, ready, on_retry, watch)
         if watch is not None and answer is watch.answer:
             return first_tokens(answer, watch.count)
         return read_generation(answer, routes)
@@ -245,7 +247,7 @@ class EngineClient:
 
         Without it, requests that start from the same new prefix at the same time would each compute it.
         """
-        body = self._in_cache(prefill_request(input_ids), key)
+        body = self._of_tree(prefill_request(input_ids), key)
         return read_prefill(await self._request(body, key, on_retry=on_retry))
 
     async def prefill_everywhere(
@@ -263,7 +265,7 @@ class EngineClient:
             return [await self.prefill(input_ids, on_retry=on_retry)]
         while True:
             await self._gate.wait()
-            pushes, body = self.pushes, self._in_cache(prefill_request(input_ids), "")
+            pushes, body = self.pushes, self._of_tree(prefill_request(input_ids), "")
             answers = await quick_answers([self._attempt(engine, body) for engine in self._engines])
             if self._gate.is_set() and self.pushes == pushes:  # else a push has emptied the caches
                 if answers:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from arpo_megatron.engine.growing_trees import PRIORITIES
 from arpo_megatron.errors import UserError, did_you_mean
 
 _NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
@@ -34,6 +35,10 @@ OWN_KEYS: Mapping[str, str] = {
     "dtype": "model.dtype",
     "enable_fp32_lm_head": "model.fp32_head",
     "random_seed": "seed",
+    "enable_priority_scheduling": "rollout.priority",
+    "disable_priority_preemption": "rollout.priority",
+    "default_priority_value": "rollout.priority",
+    "schedule_low_priority_values_first": "rollout.priority",
     **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format", "device"), ""),
 }
 """Options with a key of their own; "": the launcher sets them."""
@@ -59,6 +64,31 @@ def extra_options(options: Mapping[str, bool | float | str]) -> dict[str, object
             raise UserError(f"engine.options.{given}: the installed SGLang has no such option{hint}")
         if value is not False:
             found[name.replace("_", "-")] = None if value is True else value
+    return found
+
+
+def age_options(options: Mapping[str, bool | float | str]) -> dict[str, object]:
+    """Return SGLang's options for `rollout.priority=age`; a value of None stands for a flag.
+
+    Larger priorities come first, and no running request gives way to a waiting one: it would lose its tokens' KV.
+
+    Args:
+        options: `engine.options`.
+
+    Raises:
+        UserError: the installed SGLang has no such option, or cannot combine it with `schedule_policy`.
+    """
+    found: dict[str, object] = {
+        "enable-priority-scheduling": None,
+        "disable-priority-preemption": None,
+        "default-priority-value": PRIORITIES - 1,
+    }
+    known = known_options()
+    if missing := [name for name in found if known and name.replace("-", "_") not in known]:
+        raise UserError(f"rollout.priority=age: the installed SGLang has no option {missing[0]}")
+    policies = {value for name, value in options.items() if name.replace("-", "_") == "schedule_policy"}
+    if refused := policies - {"fcfs", "lof"}:
+        raise UserError(f"rollout.priority=age needs engine.options.schedule_policy=fcfs or lof, not {refused.pop()}")
     return found
 
 

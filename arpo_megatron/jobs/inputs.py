@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arpo_megatron.config import JobConfig
 from arpo_megatron.config.validation import check_tasks
 from arpo_megatron.engine.function_calls import known_parsers
-from arpo_megatron.engine.options import extra_options
+from arpo_megatron.engine.options import age_options, extra_options
 from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.placement import check_machine
@@ -142,6 +142,8 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
         UserError: a file is missing or cannot be used.
     """
     extra_options(config.engine.options)
+    if config.rollout.priority == "age":
+        age_options(config.engine.options)
     spec: ModelSpec | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
+from arpo_megatron.engine.options import age_options
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import emulates_te
@@ -150,6 +151,9 @@ def _sandbox_token() -> str:
 def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Path, token: str) -> ServiceSpec:
     config, backend, service = job.config, job.backend, f"engine-{index}"
     name = "engine" if config.engine.replicas == 1 else service
+    options: dict[str, object] = {"enable-fp32-lm-head": None} if config.model.fp32_head else {}
+    if config.rollout.priority == "age":
+        options |= age_options(config.engine.options)
     spec = engine_service(
         model,
         sizes,
@@ -164,7 +168,7 @@ def _engine(job: Job, model: Path, sizes: EngineConfig, index: int, scratch: Pat
         keeps_kv=config.rollout.across_push == "keep_kv",
         host=backend.host(service),
         token=token,
-        options={"enable-fp32-lm-head": None} if config.model.fp32_head else {},
+        options=options,
     )
     return replace(backend.wrap_service(service, spec), held_by=job.run.memory_lent)
 

@@ -1,4 +1,4 @@
-"""Admission and staleness of a job by simulation, and whether the choice survives other constants.
+"""Admission, priority and staleness of a job by simulation, and whether the choice survives other constants.
 
 All constants come from the planner, so none of them was measured on the job's GPUs.
 """
@@ -34,14 +34,18 @@ SAME = 0.02
 """Share of the time by which a choice may be slower than the best and still count as the best."""
 
 Constant = Literal["prefill", "decoding", "pool", "tools"]
-Choice = tuple[Literal["kv", "all"], Literal[0, 1]]
-"""`rollout.admission` and `rollout.max_staleness`."""
-CHOICES: tuple[Choice, ...] = (("kv", 0), ("all", 0), ("kv", 1), ("all", 1))
+Choice = tuple[Literal["kv", "all"], Literal["none", "age"], Literal[0, 1]]
+"""`rollout.admission`, `rollout.priority` and `rollout.max_staleness`."""
+CHOICES: tuple[Choice, ...] = (
+    *(("kv", "none", 0), ("all", "none", 0), ("all", "age", 0)),
+    *(("kv", "none", 1), ("all", "none", 1), ("all", "age", 1)),
+)
+"""Not all: with `kv` few requests wait in an engine, and `age` changes little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Simulated rollouts of one engine, for each admission and staleness."""
+    """Simulated rollouts of one engine, for each choice."""
 
     model: RolloutModel
     part: float
@@ -56,43 +60,41 @@ class Recommendation:
         """Return JSON-safe values for `arpo plan --json`."""
         rows = [
             {
-                "admission": admission,
-                "max_staleness": staleness,
+                **_names(choice),
                 "seconds_per_step": round(found.step_s, 1),
                 "tokens_per_s": round(found.sampled / found.seconds / self.part),
                 "reprefill": round(found.reprefill, 2),
             }
-            for (admission, staleness), found in self.results.items()
+            for choice, found in self.results.items()
         ]
-        admission, staleness = self.choice
         return {
             "simulated": rows,
-            "recommended": {"rollout.admission": admission, "rollout.max_staleness": staleness},
-            "changes": [f"{what}: admission={to[0]}, max_staleness={to[1]}" for what, to in self.changed],
+            "recommended": {f"rollout.{name}": value for name, value in _names(self.choice).items()},
+            "changes": [f"{what}: {_text(to, ', ')}" for what, to in self.changed],
         }
 
     def render(self) -> str:
         """Return the text for `arpo plan --simulate`."""
-        engine, (admission, staleness) = self.model.engine, self.choice
+        engine = self.model.engine
         lines = [
             f"simulated rollouts of one engine (not measured): {self.model.per_step / self.part:.0f} trees per step, "
             f"{engine.tokens / self.part:,.0f} tokens of KV, prefill {1 / engine.prefill_s / self.part:,.0f} tokens/s",
-            "  admission  staleness  s/step  tokens/s  re-prefill",
+            "  admission  priority  staleness  s/step  tokens/s  re-prefill",
         ]
         lines += [
-            f"  {how:9}  {stale:9}  {found.step_s:6.0f}  {found.sampled / found.seconds / self.part:8.0f}  "
+            f"  {how:9}  {order:8}  {stale:9}  {found.step_s:6.0f}  {found.sampled / found.seconds / self.part:8.0f}  "
             f"{found.reprefill:10.2f}"
-            for (how, stale), found in self.results.items()
+            for (how, order, stale), found in self.results.items()
         ]
-        lines.append(f"recommended: rollout.admission={admission} rollout.max_staleness={staleness}")
+        lines.append(f"recommended: {_text(self.choice, ' ', 'rollout.')}")
         if not self.changed:
             lines.append(f"also if prefill, decoding, pool or tools are {SPREAD:.0%} larger or smaller")
-        lines += [f"if {what}: admission={to[0]}, max_staleness={to[1]} is better" for what, to in self.changed]
+        lines += [f"if {what}: {_text(to, ', ')} is better" for what, to in self.changed]
         return "\n".join(lines) + "\n"
 
 
 def recommend(plan: JobEstimate) -> Recommendation:
-    """Simulate a job's rollouts with each admission and staleness, then with each constant larger and smaller."""
+    """Simulate a job's rollouts with each choice, then with each constant larger and smaller."""
     (base, part), tools_s = rollout_model(plan), call_seconds(plan.config)
     results = _compare(base, tools_s)
     choice, changed = _pick(results), list[tuple[str, Choice]]()
@@ -157,14 +159,22 @@ def engine_model(config: JobConfig, spec: ModelSpec, hardware: Hardware, kv_toke
 def _compare(model: RolloutModel, tools_s: float) -> dict[Choice, SimulatedRollout]:
     changed = replace(model, tool_s=_tools(tools_s))
     return {
-        (admission, staleness): simulate(replace(changed, admission=admission, staleness=staleness))
-        for admission, staleness in CHOICES
+        choice: simulate(replace(changed, admission=choice[0], priority=choice[1], staleness=choice[2]))
+        for choice in CHOICES
     }
+
+
+def _names(choice: Choice) -> dict[str, str | int]:
+    return dict(zip(("admission", "priority", "max_staleness"), choice, strict=True))
+
+
+def _text(choice: Choice, between: str, before: str = "") -> str:
+    return between.join(f"{before}{name}={value}" for name, value in _names(choice).items())
 
 
 def _pick(results: dict[Choice, SimulatedRollout]) -> Choice:
     """Return the fastest on-policy choice, or the fastest of all if it saves enough time."""
-    fresh, all_of_them = [each for each in results if not each[1]], list(results)
+    fresh, all_of_them = [each for each in results if not each[2]], list(results)
     best, fastest = (min(each, key=lambda choice: results[choice].step_s) for each in (fresh, all_of_them))
     return fastest if results[fastest].step_s < (1 - WORTH) * results[best].step_s else best
 

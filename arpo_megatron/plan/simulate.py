@@ -15,6 +15,7 @@ from typing import Literal
 
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
+from arpo_megatron.engine.growing_trees import GrowingTrees
 from arpo_megatron.plan.simulated_engine import Block, EngineModel, Request, SimulatedEngine
 from arpo_megatron.rollout.admission import KvAdmission
 from arpo_megatron.rollout.admission_gate import SPARE_REQUESTS, path_of
@@ -41,6 +42,7 @@ class RolloutModel:
     measured: int
     """Tokens after a tool result whose entropies decide on a fork."""
     admission: Literal["kv", "all"] = "kv"
+    priority: Literal["none", "age"] = "none"
     staleness: Literal[0, 1] = 0
     """With 1, the trees of the next step grow while the trainer trains."""
     train_s: float = 0.0
@@ -113,6 +115,7 @@ class _Simulation:
         if model.admission == "kv":
             self._admission = KvAdmission([capacity], size.tokens * size.prefill_s)
         self._asked: dict[PathId, Callable[[], None]] = {}
+        self._growing = GrowingTrees()
         self._next = self._trained = self._finished = 0
         self._training = False
         self._found = SimulatedRollout()
@@ -156,6 +159,7 @@ class _Simulation:
             starts.append(starts[above] + len(tree.segments[above]))
         self._found.given += sum(len(each) for each in tree.segments if each.role is not Role.MODEL)
         state = _Tree(number, tree, keys, children, blocks, starts)
+        self._growing.begin(str(number), 0)
         if self._admission is not None:
             self._admission.add_tree(number, len(tree.prompt_ids), self._model.limit)
         first, state.fresh = children[0][: self._model.initial], children[0][self._model.initial :]
@@ -194,8 +198,7 @@ class _Simulation:
         if tree.waiting is not None:
             tree.waiting.append(index)
             if len(tree.waiting) == 1:
-                self._found.requests += 1
-                self._engine.submit(Request(tree.blocks[0], 0, 0, lambda _request: self._prompt_cached(tree)))
+                self._submit(tree, Request(tree.blocks[0], 0, 0, lambda _request: self._prompt_cached(tree)))
             return
         segment, above = tree.tree.segments[index], tree.tree.segments[index].parent
         siblings = tree.children[above][1:] if above and tree.children[above][0] == index else []
@@ -205,7 +208,12 @@ class _Simulation:
             at = min(self._model.measured, len(segment) - 1)
             request.first = at, partial(self._start_paths, tree, siblings)
         request.output = tree.blocks[index]
+        self._submit(tree, request)
+
+    def _submit(self, tree: _Tree, request: Request) -> None:
         self._found.requests += 1
+        if self._model.priority == "age":
+            request.priority = self._growing.priority(str(tree.number))
         self._engine.submit(request)
 
     def _prompt_cached(self, tree: _Tree) -> None:
@@ -264,6 +272,7 @@ class _Simulation:
             if self._admission is not None:
                 self._admission.remove_tree(tree.number)
                 self._grant()
+            self._growing.end(str(tree.number))
             self._finished += 1
             self._train()
 

@@ -83,6 +83,7 @@ def connect_rollouts(config: JobConfig, model: Path, services: ServiceEndpoints)
         protocol=config.rollout.protocol,
         tool_call_parser=config.rollout.tool_call_parser,
         admission=config.rollout.admission,
+        priority=config.rollout.priority,
         keeps_kv=config.rollout.across_push == "keep_kv",
         environment=config.rollout.environment,
         environment_params=config.rollout.environment_params,

@@ -143,6 +143,7 @@ class TrainerConnection:
             retry_for_s=settings.retry_for_s,
             keeps_kv=settings.keeps_kv,
             streams=streams_entropies(),
+            by_age=settings.priority == "age",
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)

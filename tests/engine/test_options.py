@@ -2,7 +2,8 @@
 
 import pytest
 
-from arpo_megatron.engine.options import extra_options, known_options
+from arpo_megatron.engine import options
+from arpo_megatron.engine.options import age_options, extra_options, known_options
 from arpo_megatron.errors import UserError
 
 
@@ -27,6 +28,8 @@ def test_options_become_arguments() -> None:
         ("tp_size", "set engine.tensor instead"),
         ("enable_fp32_lm_head", "set model.fp32_head instead"),
         ("port", "the launcher sets it"),
+        ("enable_priority_scheduling", "set rollout.priority instead"),
+        ("schedule-low-priority-values-first", "set rollout.priority instead"),
         ("kv_cache_dtyp", "has no such option; did you mean engine.options.kv_cache_dtype?"),
     ],
 )
@@ -34,3 +37,14 @@ def test_impossible_options_are_refused_by_name(name: str, message: str) -> None
     with pytest.raises(UserError) as refused:
         extra_options({name: "x"})
     assert message in str(refused.value)
+
+
+def test_engine_that_cannot_order_requests_by_age_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name.replace("-", "_") for name in age_options({"schedule_policy": "lof"})} <= known_options()
+    with pytest.raises(
+        UserError, match=r"rollout.priority=age needs engine.options.schedule_policy=fcfs or lof, not lpm"
+    ):
+        age_options({"schedule-policy": "lpm"})
+    monkeypatch.setattr(options, "known_options", lambda: {"enable_priority_scheduling"})
+    with pytest.raises(UserError, match="the installed SGLang has no option disable-priority-preemption"):
+        age_options({})

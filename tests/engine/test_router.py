@@ -12,6 +12,7 @@ import requests
 
 from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine.client import EngineClient
+from arpo_megatron.engine.growing_trees import PRIORITIES
 from arpo_megatron.engine.launch import router_service
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
@@ -64,8 +65,8 @@ def wait_until_it_listens(program: ServiceSpec) -> None:
     raise AssertionError(f"the router does not listen; see {program.log}")
 
 
-def test_router_passes_on_the_part_of_the_cache(scripted_engine: Start, tmp_path: Path) -> None:
-    """Without it, new trees would read the keys and values of old weights (`rollout.across_push=keep_kv`)."""
+def test_router_passes_on_the_part_of_the_cache_and_the_priority(scripted_engine: Start, tmp_path: Path) -> None:
+    """Without the first, new trees would read the keys and values of old weights (`rollout.across_push=keep_kv`)."""
     engine = scripted_engine(ScriptedEngine(lambda _text: "yes\0"))
     program = router_service(
         EngineConfig(router="sglang"), [engine.url], log_path=tmp_path / "router.log", ports=free_ports(2), token=None
@@ -74,7 +75,7 @@ def test_router_passes_on_the_part_of_the_cache(scripted_engine: Start, tmp_path
     process = program.start()
 
     async def run() -> None:
-        async with EngineClient(engine.url, router=program.url, keeps_kv=True) as client:
+        async with EngineClient(engine.url, router=program.url, keeps_kv=True, by_age=True) as client:
             client.begin_tree("old", 3)
             await client.generate([104, 105], max_new_tokens=4, sampling=Sampling(), key="old")
             await client.prefill([104, 105], key="new")
@@ -85,3 +86,4 @@ def test_router_passes_on_the_part_of_the_cache(scripted_engine: Start, tmp_path
     finally:
         stop_groups([process], 0.0)
     assert [request["extra_key"] for request in engine.requests] == ["3", "0"]
+    assert [request.get("priority") for request in engine.requests] == [PRIORITIES - 1, None]

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arpo_megatron.config import EngineConfig, JobConfig, ModelConfig
+from arpo_megatron.config import EngineConfig, JobConfig, ModelConfig, RolloutConfig
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch import services
 from arpo_megatron.launch.supervisor import Supervisor
@@ -36,6 +36,12 @@ def test_fp32_head_is_one_of_both_sides(tmp_path: Path) -> None:
     flag = "--enable-fp32-lm-head"
     assert flag not in engine_command(JobConfig("test"), tmp_path)
     assert flag in engine_command(JobConfig("test", model=ModelConfig(fp32_head=True)), tmp_path)
+
+
+def test_engines_order_requests_by_age_if_the_rollouts_do(tmp_path: Path) -> None:
+    flags = {"--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value"}
+    assert not flags & set(engine_command(JobConfig("test"), tmp_path))
+    assert flags < set(engine_command(JobConfig("test", rollout=RolloutConfig(priority="age")), tmp_path))
 
 
 def test_tool_service_of_a_job_needs_the_token_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,30 @@ def test_staleness_overlaps_rollouts_with_training() -> None:
     assert alone.given == ahead.given
 
 
+def test_requests_of_older_trees_come_first_and_sample_the_same() -> None:
+    """Then fewer trees are begun at the same time, so the pool keeps their prefixes."""
+    few = replace(ENGINE, tokens=6000, requests=8)
+    first, aged = (simulate(rollout(engine=few, admission="all", priority=each)) for each in ("none", "age"))
+    assert aged.computed < first.computed
+    assert (aged.sampled, aged.requests) == (first.sampled, first.requests)
+
+
+def test_queue_has_larger_priorities_first_and_equal_ones_in_their_order() -> None:
+    calls, ended = list[Callable[[], None]](), list[str]()
+    engine = SimulatedEngine(replace(ENGINE, requests=1), lambda _seconds, call: calls.append(call))
+    for name, priority in (("runs", 0), ("young", 1), ("old", 2), ("young too", 1), ("old too", 2)):
+
+        def done(_request: Request, name: str = name) -> None:
+            ended.append(name)
+
+        engine.submit(Request(Block(None, 10), 5, 5, done, priority=priority))
+        if name == "runs":
+            calls.pop(0)()
+    while calls:
+        calls.pop(0)()
+    assert ended == ["runs", "old", "old too", "young", "young too"]
+
+
 def test_same_model_gives_the_same_result() -> None:
     def draws(mean_s: float) -> Callable[[int, int], float]:
         return lambda tree, segment: mean_s * float(np.random.default_rng((tree, segment)).exponential())
@@ -126,21 +150,24 @@ def test_same_model_gives_the_same_result() -> None:
     assert run(1.0).seconds < run(3.0).seconds
 
 
-def test_plan_recommends_admission_and_staleness() -> None:
+def test_plan_recommends_admission_priority_and_staleness() -> None:
     """Two trees per step instead of eight."""
     job = resolve("deepsearch_8b", overrides=["train.tasks_per_step=16", "rollout.max_tool_calls=2"])
     found = recommend(plan(job, Hardware.named("h100-80")))
     assert set(found.results) == set(CHOICES)
     sampled = {each.sampled for each in found.results.values()}
     assert len(sampled) == 1, "the same trees"
-    fresh = {choice: each.step_s for choice, each in found.results.items() if not choice[1]}
-    assert found.choice[1] or fresh[found.choice] == min(fresh.values())
+    fresh = {choice: each.step_s for choice, each in found.results.items() if not choice[2]}
+    assert found.choice[2] or fresh[found.choice] == min(fresh.values())
     assert all(better != found.choice for _, better in found.changed)
     text = found.render()
-    assert f"recommended: rollout.admission={found.choice[0]} rollout.max_staleness={found.choice[1]}" in text
+    admission, priority, staleness = found.choice
+    best = f"rollout.admission={admission} rollout.priority={priority} rollout.max_staleness={staleness}"
+    assert f"recommended: {best}" in text
     assert json.loads(json.dumps(found.to_dict()))["recommended"] == {
-        "rollout.admission": found.choice[0],
-        "rollout.max_staleness": found.choice[1],
+        "rollout.admission": admission,
+        "rollout.priority": priority,
+        "rollout.max_staleness": staleness,
     }
 
 
@@ -234,40 +261,3 @@ def _replay(trees: Sequence[RolloutTree], events: Sequence[Any], times: EngineMo
         calls.pop(0)()
     assert matched == sum(segment.role is Role.MODEL for tree in trees for segment in tree.segments)
     return engine
-
-
-SHORT = Mix(samples=8, initial=4, calls=6, prompt=800, segment=(500, 1300), result=(800, 2200))
-LONG = Mix(samples=8, initial=4, calls=6, prompt=8000, segment=(150, 400), result=(600, 1500))
-EIGHT_B = EngineModel(
-    tokens=340_000, requests=256, step_s=0.0065, context_s=147_456 / 2.6e12, prefill_s=1 / 30_000, batch_s=0.012
-)
-"""An 8B model on one H100. The KV of a token has 147,456 bytes; no time was measured."""
-
-
-@pytest.mark.slow_campaign
-@pytest.mark.parametrize(
-    ("mix", "limit", "tool_s", "speed", "reprefill"),
-    [
-        (SHORT, 16_000, 1.0, 1.15, 1.5),
-        (SHORT, 16_000, 8.0, 1.05, 1.5),
-        (SHORT, 16_000, 30.0, 1.15, 5.5),
-        (LONG, 24_000, 2.0, 1.5, 1.1),
-    ],
-)
-def test_admission_gains_at_the_costs_of_an_8b_model(
-    mix: Mix, limit: int, tool_s: float, speed: float, reprefill: float
-) -> None:
-    """The figures are in docs/reference/performance.md."""
-    trees = tuple(mix.tree(seed, 64) for seed in range(32))
-
-    def run(admission: str, engine: EngineModel = EIGHT_B) -> SimulatedRollout:
-        def draw(tree: int, segment: int) -> float:
-            return tool_s * float(np.exp(np.random.default_rng((tree, segment)).normal() - 0.5))
-
-        return simulate(RolloutModel(engine, trees, 32, draw, limit, mix.initial, 20, admission))  # type: ignore[arg-type]
-
-    held, free, unlimited = run("kv"), run("all"), run("all", replace(EIGHT_B, tokens=10**8))
-    print(f"speed {free.seconds / held.seconds:.2f}, re-prefill {held.reprefill:.2f} (all: {free.reprefill:.2f})")
-    print(f"without a limit {free.seconds / unlimited.seconds:.2f}")
-    assert free.seconds > speed * held.seconds
-    assert held.reprefill < reprefill
