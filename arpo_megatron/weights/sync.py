@@ -307,7 +307,10 @@ def choose_transport(
         asked = "" if transport == "auto" else f" (sync.transport={transport})"
         return "ipc", f"every engine rank is on a trainer rank's {what}{asked}"
     if not on_gpu:
-        return "gloo", "sync.transport=network" if transport == "network" else "an engine is on another machine"
+        return (
+            "gloo",
+            "sync.transport=network" if transport == "network" else "an engine shares no memory with a trainer",
+        )
     if near:
         return "gloo", f"{near} engine rank(s) are on trainer GPUs, and NCCL refuses two ranks on one GPU"
     return "nccl", "the engines have GPUs of their own"

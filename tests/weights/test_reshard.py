@@ -147,7 +147,10 @@ def test_transport_follows_from_the_places_of_both_sides() -> None:
     assert choose_transport("auto", trainers, [own], on_gpu=True) == ("nccl", "the engines have GPUs of their own")
     assert choose_transport("network", trainers, [shared], on_gpu=True)[0] == "gloo"
     assert choose_transport("auto", trainers, [shared, own], on_gpu=True)[0] == "gloo"
-    assert choose_transport("auto", trainers, [own], on_gpu=False) == ("gloo", "an engine is on another machine")
+    assert choose_transport("auto", trainers, [own], on_gpu=False) == (
+        "gloo",
+        "an engine shares no memory with a trainer",
+    )
     with pytest.raises(Exception, match="1 engine rank\\(s\\) are not on a trainer rank's GPU"):
         choose_transport("ipc", trainers, [shared, own], on_gpu=True)
     assert carriers(trainers, [shared, shared]) == [1, 1]
