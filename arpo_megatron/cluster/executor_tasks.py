@@ -6,6 +6,7 @@ end: nemo-run's `srun --wait=60` ends a step a minute after its first task.
 """
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -40,6 +41,15 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RAN
 """Variables of a launcher's ranks. Processes of the job would take themselves for such a rank."""
 _OF_LAUNCHER_FT = ("FAULT_TOL_", "FT_RANK_MONITOR_")
 """Beginnings of the variables that nemo-run's launcher `ft` sets for its tasks."""
+_REFUSED = {
+    "ft": "it ends ranks that send it no heartbeats",
+    "slurm_ray": "it keeps the nodes for Ray, which a job does not use",
+    "slurm_template": "its shell does not pass Slurm's signals on",
+    "torchrun": "on several nodes its first rank may be on any of them",
+}
+"""Launchers of nemo-run that cannot start a job, with the reason. torchrun is refused on several nodes only."""
+_CLASSES = {"SlurmRay": "slurm_ray", "SlurmTemplate": "slurm_template"}
+"""Launchers that set no variables, by the class that nemo-run writes instead of the name."""
 _POLL_S = 0.5
 _LEAVE_S = 30.0
 """How long the first task waits for the others at the end. A job may fail before the others have begun."""
@@ -88,12 +98,31 @@ def _number_and_count() -> tuple[int, int]:
 
 
 def check_launcher() -> None:
-    """Raise UserError in a task of nemo-run's launcher `ft`, which would end ranks that send it no heartbeats."""
+    """Raise UserError in a task of a launcher of nemo-run that cannot start a job."""
+    launcher = _launcher()
+    if (why := _REFUSED.get(launcher)) is None:
+        return
+    where = " on several nodes" if launcher == "torchrun" else ""
+    instead = "; `restarts` in the profile of slurm_executor() restarts failed jobs" if launcher == "ft" else ""
+    raise UserError(f"nemo-run's launcher {launcher} cannot start a job{where}: {why}. Leave out launcher={instead}")
+
+
+def _launcher() -> str:
+    """Return the launcher of this task if it may be one of `_REFUSED`, else an empty text.
+
+    nemo-run writes the executor to DIR/NAME_executor.yaml, next to DIR/NAME_fn_or_script, the last argument of a task.
+    """
     if any(name.startswith(_OF_LAUNCHER_FT) for name in os.environ):
-        raise UserError(
-            "nemo-run's launcher ft cannot start a job: leave out launcher=, or use torchrun. With slurm_executor(), "
-            "`restarts` in the cluster profile restarts failed and hanging jobs"
-        )
+        return "ft"
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # torchrun's number of nodes
+        return "torchrun"
+    task = Path(sys.argv[-1])
+    executor = task.with_name(f"{task.name.removesuffix('_fn_or_script')}_executor.yaml")
+    if executor == task or not executor.is_file():
+        return ""
+    found = re.search(r"^launcher:(?:\s+_target_:)?\s+(?:[\w.]+\.)?(\w+)$", executor.read_text("utf-8"), re.MULTILINE)
+    name = found[1] if found else ""
+    return _CLASSES.get(name, name if name in _CLASSES.values() else "")
 
 
 def nodes_of_executor() -> int:
@@ -132,7 +161,7 @@ def run_on_allocation(config: JobConfig, *, resume: bool, only_sft: bool = False
     save_config(submission.config, run.config)
     run.logs.mkdir(exist_ok=True)
     run.submissions.mkdir(exist_ok=True)
-    save_profile(profile, run.cluster)
+    save_profile(submission.profile, run.cluster)
     if requeued is None:
         write_json(
             run.submissions / f"{len(submissions_of(run)) + 1}.json",

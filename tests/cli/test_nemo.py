@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from arpo_megatron.cluster.executor_tasks import check_launcher
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 
-pytest.importorskip("nemo_run", reason="nemo-run is not installed (the `slurm` extra)")
+run = pytest.importorskip("nemo_run", reason="nemo-run is not installed (the `slurm` extra)")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +37,6 @@ def test_factory_builds_the_recipe_and_accepts_changes() -> None:
 
 
 def test_every_recipe_survives_nemo_runs_serializers() -> None:
-    import nemo_run as run
     from nemo_run.core.serialization.yaml import YamlSerializer
     from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
@@ -125,8 +125,6 @@ def test_nemorun_accepts_recipe_variants_preset_and_overrides(environment: dict[
 
 
 def test_plug_in_of_an_experiment_changes_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nemo_run as run
-
     from arpo_megatron.cli import nemo
 
     class Longer(run.Plugin):
@@ -149,8 +147,49 @@ def test_task_of_a_refused_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setenv("FAULT_TOL_CFG_PATH", "/nemo_run/ft.yml")
     for start in (lambda: nemo.train(resolve.resolve("quickstart")), lambda: nemo.export("runs/none")):
-        with pytest.raises(UserError, match="nemo-run's launcher ft cannot start a job: leave out launcher="):
+        with pytest.raises(UserError, match=r"nemo-run's launcher ft cannot start a job: .* Leave out launcher="):
             start()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "refused"),
+    [
+        ("slurm_ray", True),
+        (run.SlurmTemplate(template_inline="{{command}}"), True),
+        ("torchrun", False),
+        (None, False),
+    ],
+)
+def test_task_of_a_launcher_without_variables_finds_its_executor(
+    launcher: object, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arpo_megatron.cli import nemo
+
+    executor = run.SlurmExecutor(
+        account="root", tunnel=run.LocalTunnel(job_dir=""), packager=run.Packager(), container_image=None
+    )
+    executor.launcher = launcher
+    experiments = importlib.import_module("nemo_run.run.experiment")
+    monkeypatch.setattr(experiments, "get_nemorun_home", lambda: str(tmp_path))
+    with Path(os.devnull).open() as nothing, run.Experiment("here", skip_status_at_exit=True) as experiment:
+        monkeypatch.setattr(sys, "stdin", nothing)  # nemo-run's commands read it
+        experiment.add(run.Partial(nemo.export, run_dir="runs/x"), executor=executor, name="job")
+        experiment.dryrun(log=False, delete_exp_dir=False)
+    (task,) = tmp_path.rglob("job_fn_or_script")
+    monkeypatch.setattr(sys, "argv", ["fdl_runner.py", "-n", "job", str(task)])
+    if not refused:
+        check_launcher()
+        return
+    with pytest.raises(UserError, match=r"nemo-run's launcher slurm_\w+ cannot start a job: it"):
+        check_launcher()
+
+
+def test_torchrun_on_several_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    check_launcher()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="nemo-run's launcher torchrun cannot start a job on several nodes: "):
+        check_launcher()
 
 
 def test_nemorun_parses_the_other_commands() -> None:
