@@ -12,10 +12,12 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `submit_run` | `arpo submit` as a Python function |
 | `executor` | nemo-run's executor for a profile |
 | `submission` | a job that is ready to be submitted |
+| `dry_run` | the demands of a job on its cluster, for `arpo submit --dry-run` |
 | `submissions` | the records of a run's submissions, and its jobs in the queue |
 | `commands` | `arpo eval` and `arpo export` as jobs of their own |
 | `supervise` | the first process of the allocation: checks, preparation, training, and how a job ends |
 | `mounts` | paths on the nodes and in the container |
+| `measure`, `measure_node` | speeds of a cluster, measured by a job of their own and kept in the profile |
 | `restarts` | whether a failed job starts again, and without which node |
 | `preflight`, `preflight_node` | the checks of all nodes, as the first step of a job |
 | `prepare` | the preparation, as a step |
@@ -24,5 +26,6 @@ May import `launch`, `plan`, the layers below, and `tools_sandbox.config`; only 
 | `rank` | a trainer rank's environment from Slurm's variables |
 | `runs` | `arpo status`, `logs`, `health` and `cancel` |
 | `ssh` | the same commands on a login node that is reached over SSH |
+| `ssh_page` | a page of the login node at a local address, for `arpo view` |
 | `slurm`, `slurm_checks` | Slurm's commands, and the checks of a cluster from its login node |
 """

@@ -1,7 +1,7 @@
 """`python -m arpo_megatron.cluster.measure_node FOLDER GPUS`: one task of a measurement (`measure`).
 
-All tasks send to the next node, copy between GPU and host, and write to FOLDER, each at the same time. Rank 0 prints
-GB/s by key of the profile as JSON. A speed is that of the slowest task.
+All tasks send to other nodes, copy between GPU and host, and write to FOLDER, each at the same time. Rank 0 prints GB/s
+by key of the profile as JSON. A speed is that of the slowest node or task.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT
+from arpo_megatron.launch.preflight.bandwidth import measure_network, write_speed
 from arpo_megatron.utils.atomic import write_json
 from arpo_megatron.utils.ports import free_ports, is_loopback
 from arpo_megatron.utils.stores import tcp_store
 
 GPU_BYTES, CPU_BYTES = 2**30, 2**25
-"""Bytes that a task sends, copies and writes."""
+"""Bytes that a task copies and writes."""
 REPEATS = 4
 MEETING_S = 300.0
 """Time that tasks wait for each other, including the unpacking of an image."""
@@ -39,16 +39,14 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     _meet(folder, rank, count, on_gpus)
-    size = GPU_BYTES if on_gpus else CPU_BYTES
-    block = torch.ones(size, dtype=torch.uint8, device=device)
     found = {}
     if nodes > 1:
-        found["network_gb_s"] = _speed(lambda: _send(block, rank, count, count // nodes), size)
+        each = count // nodes
+        found["network_gb_s"] = min(measure_network(nodes, each, str(device)).node_gb_s) / each
     if on_gpus:
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        found["host_copy_gb_s"] = _speed(lambda: _copy(block, host), size)
-    data = bytes(size)
-    found["filesystem_gb_s"] = count * _speed(lambda: _write(folder / f"{rank}.bytes", data), size)
+        found["host_copy_gb_s"] = _slowest(_copy_speed(device), device)
+    dist.barrier()
+    found["filesystem_gb_s"] = count * _slowest(write_speed(folder, GPU_BYTES if on_gpus else CPU_BYTES), device)
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found), flush=True)
@@ -83,43 +81,25 @@ def _own_address() -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
-def _speed(act: Callable[[], None], size: int) -> float:
-    """Return the GB/s of the slowest task, the mean over `REPEATS` after one that is not counted."""
-    act()
+def _slowest(gb_s: float, device: torch.device) -> float:
+    """Return the speed of the slowest task."""
+    speed = torch.tensor([gb_s], device=device)
+    dist.all_reduce(speed, dist.ReduceOp.MIN)
+    return speed.item()
+
+
+def _copy_speed(device: torch.device) -> float:
+    """Return the GB/s from GPU to host, the mean over `REPEATS` after one that is not counted."""
+    block = torch.ones(GPU_BYTES, dtype=torch.uint8, device=device)
+    host = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
+    host.copy_(block)
     dist.barrier()
+    torch.cuda.synchronize()
     started = time.monotonic()
     for _ in range(REPEATS):
-        act()
-    seconds = torch.tensor([time.monotonic() - started])
-    if dist.get_backend() == "nccl":
-        seconds = seconds.cuda()
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return REPEATS * size / seconds.item() / 1e9
-
-
-def _send(block: torch.Tensor, rank: int, count: int, each: int) -> None:
-    """Send a block to the same place on the next node, and receive one from the node before."""
-    received = torch.empty_like(block)
-    partners = [
-        dist.P2POp(dist.isend, block, (rank + each) % count),
-        dist.P2POp(dist.irecv, received, (rank - each) % count),
-    ]
-    for request in dist.batch_isend_irecv(partners):
-        request.wait()
-    if block.is_cuda:
-        torch.cuda.synchronize()
-
-
-def _copy(block: torch.Tensor, host: torch.Tensor) -> None:
-    host.copy_(block)
+        host.copy_(block)
     torch.cuda.synchronize()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return REPEATS * GPU_BYTES / (time.monotonic() - started) / 1e9
 
 
 if __name__ == "__main__":

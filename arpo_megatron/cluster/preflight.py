@@ -156,7 +156,7 @@ def compare_reports(reports: Mapping[str, Report], names: list[str]) -> list[tup
     text = f"{skew:.2f} s between the nodes"
     if skew < CLOCK_SKEW_S:
         return [("all nodes", ok("clock", text))]
-    return [("all nodes", failure("clock", text, "have the clocks set (chrony, ntp)"))]
+    return [("all nodes", failure("clock", text, "synchronize the clocks (chrony, ntp)"))]
 
 
 def judge_speeds(backend: SlurmBackend, reports: Sequence[Report]) -> list[tuple[str, CheckResult]]:

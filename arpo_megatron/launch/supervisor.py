@@ -280,7 +280,7 @@ class _Services:
         self._targets.unlink(missing_ok=True)
 
     def _run_guarded(self, service: SupervisedProcess) -> None:
-        """A bug here, or a machine that cannot start a process, ends the job and not only its supervision."""
+        """Run the restart loop; a bug in it ends the job."""
         try:
             self._restart_loop(service)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The numbers of a run's last step at /metrics, for Prometheus."""
+"""The metrics of a run's last step at /metrics, for Prometheus."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Whether others compute the same from an exported model: one question answered by SGLang, scored by transformers."""
+"""Check that SGLang and transformers agree on an export: one answers a question, the other scores the answer."""
 
 from dataclasses import dataclass
 from pathlib import Path

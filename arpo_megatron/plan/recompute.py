@@ -1,4 +1,4 @@
-"""The choice of what a layout computes again: nothing if that fits in memory, else what costs the least time."""
+"""Choose the recomputation of a layout: none if it fits, else the cheapest."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

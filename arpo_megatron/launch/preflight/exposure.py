@@ -1,4 +1,4 @@
-"""From where the ports of a job can be reached."""
+"""Check which hosts reach a job's ports."""
 
 import socket
 from collections.abc import Collection, Sequence
