@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from arpo_megatron.cluster.mounts import inputs_of, outside_of_mounts
+from arpo_megatron.cluster.mounts import outside_of_mounts
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.cluster.slurm_checks import check_limits, cluster_checks
 from arpo_megatron.cluster.submit import prepare_submission
@@ -82,6 +82,6 @@ def _check_recipe(config: JobConfig, profile: ClusterProfile | None) -> CheckRes
         if (limits := check_limits(profile, layout.nodes)).level != "ok":
             return failure("recipe", limits.text, limits.fix)
     if hidden := outside_of_mounts(config, profile):
-        where = inputs_of(config)[hidden[0]]
-        return failure("recipe", f"the container does not see {hidden[0]}={where}", "add its directory to `mounts`")
+        key, path = next(iter(hidden.items()))
+        return failure("recipe", f"the container does not see {key}={path}", "add its directory to `mounts`")
     return ok("recipe", f"{config.name} on {layout.nodes} node(s): {'; '.join(layout.describe())}")

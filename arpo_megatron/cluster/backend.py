@@ -20,12 +20,13 @@ from arpo_megatron.cluster.rank import RANKS_PER_NODE
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.wire.endpoints import LAUNCHER_PID_VARIABLE
-from arpo_megatron.errors import UserError
+from arpo_megatron.errors import StoppedError, UserError
 from arpo_megatron.hardware.placement import Placement
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.node_layout import NodeLayout
 from arpo_megatron.utils.processes import GRACE_S
 from arpo_megatron.utils.service_spec import ServiceSpec
+from arpo_megatron.utils.signals import Interrupted
 
 TASK = "trap '' TERM USR1; exec \"$@\""
 """Shell line that starts a task. It ignores Slurm's signals, which are for the supervisor alone. The supervisor ends a
@@ -37,12 +38,17 @@ MAKE_SCRATCH = (
     'mkdir -p -m 700 "$1" || exit; '
     '[ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 is there already, and it is not ours" >&2; exit 1; }; '
     'chmod 700 "$1" || exit; '
-    'for each in /tmp/arpo-[0-9]*; do [ -d "$each" ] && [ ! -L "$each" ] && [ -O "$each" ] && echo "$each"; done; :'
+    'for each in /tmp/arpo-[0-9]*; do [ -d "$each" ] && [ ! -L "$each" ] && [ -O "$each" ] && echo "$each"; done; '
+    'enroot list 2>/dev/null | grep -x "pyxis_arpo-[0-9]*"; :'
 )
-"""Makes the scratch directory and prints the user's others, one per line. Job numbers can be guessed, so a
-directory of another user is refused.
+"""Makes the scratch directory. Prints the user's others, and the images that jobs unpacked on this node, one per line.
+Job numbers can be guessed, so a directory of another user is refused.
 No `find`: it fails if anything in /tmp goes while it looks."""
+REMOVE = 'for each; do case $each in /*) rm -rf "$each" ;; *) enroot remove -f "$each" 2>/dev/null ;; esac; done; :'
+"""Removes scratch directories, and unpacked images by name."""
 _SHORT_S = 30.0
+_REMOVE_S = 120.0
+"""Time limit of a removal. An unpacked image has tens of GB in small files."""
 _ALIVE_S = 20.0
 OWN_VARIABLES = {"PYTHONPATH": "/nemo_run/code", "PYTHONDONTWRITEBYTECODE": "1"}
 """Variables of every process of a submitted job."""
@@ -137,25 +143,50 @@ class SlurmBackend:
             raise NodeError(f"{self._scratch} cannot be made on the nodes: {why}")
         try:
             self._sweep(made.stdout.split())
-            yield
+            with self._image_removed():
+                yield
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)  # on this node, without a step
             self._on_nodes("cleanup", ["rm", "-rf", str(self._scratch)])
 
-    def _sweep(self, folders: Sequence[str]) -> None:
-        """Remove scratch directories of ended jobs. A job unknown to Slurm may belong to another cluster, and stays."""
-        jobs = {folder.rpartition("-")[2] for folder in folders} - {self.job_id}
+    @contextmanager
+    def _image_removed(self) -> Iterator[None]:
+        """Remove the unpacked image at the end. If Slurm's time may be short, leave it to the next job on the node."""
+        hurried = False
+        try:
+            yield
+        except (Interrupted, StoppedError):
+            hurried = True
+            raise
+        finally:
+            if self.profile.container is not None and not hurried:
+                self._remove([_unpacked(self.job_id)])
+
+    def _sweep(self, found: Sequence[str]) -> None:
+        """Remove what ended jobs left on the nodes. A job unknown to Slurm may belong to another cluster, and stays.
+
+        An earlier start of this job may have been killed while it unpacked the image, so that is removed, too.
+        """
+        own = [name for name in (_unpacked(self.job_id),) if name in found]
+        jobs = {name.rpartition("-")[2] for name in found} - {self.job_id}
+        ended: list[str] = []
         with suppress(UserError):  # Slurm does not answer: the next job removes them
             states = slurm.job_states(sorted(job for job in jobs if job.isdecimal()))
-            if ended := [str(_scratch_of(job)) for job, state in states.items() if not state.live]:
-                self._on_nodes("sweep", ["rm", "-rf", *ended])
+            ended = [job for job, state in states.items() if not state.live]
+        if left := [*own, *(place for job in ended for place in (str(_scratch_of(job)), _unpacked(job)))]:
+            self._remove(left)
 
-    def _on_nodes(self, name: str, command: Sequence[str]) -> "subprocess.CompletedProcess[str] | None":
-        """Run a short command on each node, outside containers. Return None if it takes too long."""
+    def _remove(self, left: Sequence[str]) -> None:
+        self._on_nodes("sweep", ["bash", "-c", REMOVE, "arpo", *left], _REMOVE_S)
+
+    def _on_nodes(
+        self, name: str, command: Sequence[str], limit_s: float = _SHORT_S
+    ) -> "subprocess.CompletedProcess[str] | None":
+        """Run a command on each node, outside containers. Return None if it takes too long."""
         step = self.step(name, self.nodes, 1, command, inside=False)
         with suppress(subprocess.TimeoutExpired):
             return subprocess.run(
-                step, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SHORT_S, check=False
+                step, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False
             )
         return None
 
@@ -217,17 +248,18 @@ class SlurmBackend:
         if self.profile.container is None:
             return []
         # The code is in the run directory, or with a nemo-run executor in the directory of its experiment. Every step
-        # has its own /tmp, so sockets are in the scratch directory.
+        # has its own /tmp (enroot mounts a tmpfs), so sockets are in the scratch directory.
         places = [self.run.path, self._scratch]
         if not Path.cwd().is_relative_to(self.run.path):
             places.append(Path.cwd())
         mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in places)]
-        # pyxis unpacks the image once for a name: the doctor's step does it on every node, and later steps use that.
-        # The image's ENV would win over variables that are not named here.
+        # pyxis unpacks the image once for a name: the first step does it on every node, and later steps use that.
+        # Without `no_exec` a step would join the namespaces of one that runs, or that ends at this moment, and its
+        # mounts would be ignored. The image's ENV would win over variables that are not named here.
         names = sorted({*OWN_VARIABLES, *self.profile.environment, *self.profile.secrets})
         return [
             f"--container-image={self.profile.container}",
-            f"--container-name=arpo-{self.job_id}",
+            f"--container-name=arpo-{self.job_id}:no_exec",
             f"--container-mounts={','.join(mounts)}",
             f"--container-workdir={Path.cwd()}",
             f"--container-env={','.join(names)}",
@@ -243,6 +275,11 @@ class SlurmBackend:
 
 def _scratch_of(job_id: str) -> Path:
     return Path(f"/tmp/arpo-{job_id}")  # noqa: S108  (sockets need a short path on a local filesystem)
+
+
+def _unpacked(job_id: str) -> str:
+    """Return enroot's name of a job's unpacked image. (`container_scope=job` has another, which pyxis removes.)"""
+    return f"pyxis_arpo-{job_id}"
 
 
 def gpu_options(profile: ClusterProfile, layout: NodeLayout) -> list[str]:

@@ -16,10 +16,11 @@ from pathlib import Path
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.backend import SERVICE, SlurmBackend, drop_slurm_variables
 from arpo_megatron.cluster.code_snapshot import snapshot
+from arpo_megatron.cluster.mounts import with_files_mounted
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile, save_profile
 from arpo_megatron.cluster.submission import Submission
 from arpo_megatron.cluster.submissions import record_command
-from arpo_megatron.cluster.submit import require_secrets, submit_one
+from arpo_megatron.cluster.submit import submit_one
 from arpo_megatron.cluster.supervise import read_secrets, report, retry
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import USER_ERROR_EXIT_CODE, UserError
@@ -48,7 +49,7 @@ def command_submission(
     config = resolve.load(run.config)
     return Submission(
         replace(config, run_dir=run.path),
-        profile,
+        with_files_mounted(config, profile),
         _one_node(config, profile),
         run,
         command=words[0],
@@ -64,11 +65,11 @@ def submit_command(run: RunDirectory, profile: ClusterProfile, words: Sequence[s
         UserError: Slurm refuses the job, or a secret is not set.
     """
     submission = command_submission(run, profile, words, after)
-    require_secrets(submission)
+    submission.profile.require_secrets()
     slurm.call("sbatch", "--version")
     submission.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
     submission.run.submissions.mkdir(exist_ok=True)
-    save_profile(profile, Path(submission.arguments[0]))
+    save_profile(submission.profile, Path(submission.arguments[0]))
     code = snapshot()
     with interrupts_held_back():
         job = submit_one(submission, code)

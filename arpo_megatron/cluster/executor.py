@@ -18,7 +18,6 @@ from arpo_megatron.cluster.backend import OWN_VARIABLES, gpu_options
 from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.profile import ClusterProfile, load_profile, profile_from_text, profile_text
 from arpo_megatron.cluster.submission import Submission
-from arpo_megatron.errors import UserError
 from arpo_megatron.plan.node_layout import NodeLayout
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ def slurm_executor(cluster: str, nodes: int = 1) -> "SlurmExecutor":
         UserError: there is no such profile, a secret is not set, or the code is no git clone.
     """
     profile = load_profile(cluster)
-    if unset := profile.unset_secrets():
-        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
+    profile.require_secrets()
     python = supervisor_python(profile).parent
     setup = [
         f"export {PROFILE_VARIABLE}={shlex.quote(profile_text(profile))}",

@@ -118,8 +118,9 @@ class ClusterProfile:
     container_python: str = "python"
     """Python inside the container."""
     mounts: tuple[str, ...] = ()
-    """FROM:TO mounts of the container. Paths of the config are those of the nodes; where they lie in a mount, its
-    other side replaces them in the container. The run directory is always mounted, the home directory is not."""
+    """FROM:TO mounts of the container, or FROM:TO:FLAGS with flags that a + joins (ro+rprivate). Paths of the config
+    are those of the nodes. If one lies in a mount, its other side replaces it in the container. The run directory is
+    always mounted, and so are files of components and files that parameters name; the home directory is not."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables for all processes (NCCL_SOCKET_IFNAME, HF_HOME, ...). They are in the batch script, so they
     must not be secrets."""
@@ -153,6 +154,11 @@ class ClusterProfile:
     def unset_secrets(self) -> list[str]:
         """Return the secrets with source `env` that are not set in this process."""
         return [name for name, source in self.secrets.items() if source == "env" and not os.environ.get(name)]
+
+    def require_secrets(self) -> None:
+        """Raise UserError for the first of `unset_secrets`."""
+        if unset := self.unset_secrets():
+            raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
 
     @model_validator(mode="after")
     def _check_variables(self) -> Self:
@@ -201,8 +207,8 @@ class ClusterProfile:
                 ip_network(network)
             except ValueError as error:
                 raise ValueError(f"trusted_networks: {error}: write a network as 10.1.0.0/16") from None
-        if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:]*:/[^:]*(:[a-z,+-]+)?", mount)]:
-            raise ValueError(f"mounts: {wrong[0]!r} does not have the form FROM:TO")
+        if wrong := [mount for mount in self.mounts if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[\w=+-]+)?", mount)]:
+            raise ValueError(f"mounts: {wrong[0]!r} does not have the form FROM:TO or FROM:TO:FLAG+FLAG")
         if wrong := [each for each in self.srun_args if not each.startswith("--") or each.startswith(_OWN_OPTIONS)]:
             raise ValueError(f"srun_args: {wrong[0]} is not an option, or one that the job sets itself")
         for name, text in _texts(self):

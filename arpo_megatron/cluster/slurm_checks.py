@@ -69,8 +69,7 @@ def check_partition(profile: ClusterProfile) -> CheckResult:
 
 def check_account(profile: ClusterProfile) -> CheckResult:
     """Check that the partition accepts the account and that the user belongs to it."""
-    shown = _partition(profile, "%a")
-    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    partition = _partition_settings(profile)
     for key, bad in (("AllowAccounts", False), ("DenyAccounts", True)):
         found = re.search(rf"{key}=(\S+)", partition)
         listed = found[1].split(",") if found else []
@@ -91,8 +90,7 @@ def check_qos(profile: ClusterProfile) -> CheckResult:
     """Check that the quality of service exists, the partition accepts it, and it allows the time limit."""
     if profile.qos is None:
         return ok("qos", "the default")
-    shown = _partition(profile, "%a")
-    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    partition = _partition_settings(profile)
     found = re.search(r"AllowQos=(\S+)", partition)
     if found and found[1] not in ("ALL", "N/A") and profile.qos not in found[1].split(","):
         return failure("qos", f"the partition accepts {found[1]}, not {profile.qos}", "set another `qos`")
@@ -118,8 +116,7 @@ def check_limits(profile: ClusterProfile, nodes: int | None = None) -> CheckResu
     wanted = {"node": nodes, "gres/gpu": nodes * profile.gpus_per_node}
     if profile.gpu_type:
         wanted[f"gres/gpu:{profile.gpu_type}"] = wanted["gres/gpu"]
-    shown = _partition(profile, "%a")
-    partition = slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
+    partition = _partition_settings(profile)
     for key in ("TotalNodes", "MaxNodes"):
         if (found := re.search(rf"\b{key}=(\d+)", partition)) and int(found[1]) < nodes:
             text = f"{nodes} node(s), and the partition has {key}={found[1]}"
@@ -208,8 +205,7 @@ def check_preemption(profile: ClusterProfile) -> CheckResult:
     """Check that a preempted job is warned early enough to save a checkpoint."""
     config = slurm.call("scontrol", "show", "config")
     mode, by_qos = _setting(config, "PreemptMode"), _setting(config, "PreemptType") == "preempt/qos"
-    names = [] if by_qos else [name for name, *_ in _partition(profile, "%a")]
-    partition = slurm.call("scontrol", "show", "partition", names[0]).split() if names else []
+    partition = [] if by_qos else _partition_settings(profile).split()
     if mode in ("OFF", "") or "PreemptMode=OFF" in partition:
         return ok("preemption", "jobs are not preempted")
     if by_qos:
@@ -258,6 +254,12 @@ def _partition(profile: ClusterProfile, fields: str) -> list[list[str]]:
     rows = [line.split("|") for line in slurm.call("sinfo", "-h", "-o", f"%P|{fields}", *where).splitlines() if line]
     # sinfo marks the default partition with a star.
     return [[name.rstrip("*"), *rest] for name, *rest in rows if profile.partition or name.endswith("*")]
+
+
+def _partition_settings(profile: ClusterProfile) -> str:
+    """Return scontrol's KEY=VALUE text of the profile's (or the default) partition; empty if there is none."""
+    shown = _partition(profile, "%a")
+    return slurm.call("scontrol", "show", "partition", shown[0][0]) if shown else ""
 
 
 def _has_accounting() -> bool:

@@ -18,7 +18,7 @@ from arpo_megatron.cluster.code_snapshot import ROOT, Code, snapshot
 from arpo_megatron.cluster.dry_run import forecast_lines
 from arpo_megatron.cluster.executor import submission_executor, supervisor_python
 from arpo_megatron.cluster.files_before import FilesBefore
-from arpo_megatron.cluster.mounts import in_container, on_host
+from arpo_megatron.cluster.mounts import in_container, on_host, with_files_mounted
 from arpo_megatron.cluster.profile import ClusterProfile, save_profile
 from arpo_megatron.cluster.runs import address, wait_until_ended
 from arpo_megatron.cluster.submission import Submission
@@ -70,7 +70,7 @@ def prepare_submission(
     Raises:
         UserError: the job does not fit the nodes, there is no run to resume, or a path cannot be in a batch script.
     """
-    config = in_container(config, profile)
+    config, profile = in_container(config, profile), with_files_mounted(config, profile)
     layout = lay_out_nodes(config, profile.gpus_per_node, nodes or (None if resume else profile.nodes))
     before, config = config, with_placement(config, layout)
     auto = no_longer_auto(before, config)
@@ -123,12 +123,6 @@ def dry_run(submission: Submission) -> str:
     return "\n".join([text, *lines])
 
 
-def require_secrets(submission: Submission) -> None:
-    """Raise UserError for a secret of the profile that is not set."""
-    if unset := submission.profile.unset_secrets():
-        raise UserError(f"the secret {unset[0]} is not set: export {unset[0]}=..., or name a file in the profile")
-
-
 def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
     """Write the run directory, submit the jobs of the chain, and return their ids.
 
@@ -146,7 +140,7 @@ def submit_jobs(submission: Submission, *, force: bool = False) -> list[str]:
         raise UserError(f"the job does not fit: {forecast.reason}; arpo plan shows layouts that do, --force submits it")
     if (late := submission.too_late) and not force:
         raise UserError(f"{late}; --force submits it")
-    require_secrets(submission)
+    submission.profile.require_secrets()
     webhook = submission.config.monitor.webhook_variable
     if webhook is not None and webhook not in submission.profile.secrets:
         raise UserError(f"monitor.webhook_variable={webhook}: name it in the profile: `secrets: {{{webhook}: env}}`")

@@ -18,7 +18,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import JOB, config_keys, dump_config
 from arpo_megatron.config.yaml import parse_value, read_yaml
 from arpo_megatron.errors import UserError, did_you_mean
-from arpo_megatron.jobs.absolute_paths import with_absolute_paths
+from arpo_megatron.jobs.paths import with_absolute_paths
 from arpo_megatron.registry import ExtensionPoint
 from arpo_megatron.rewards import check_reward
 

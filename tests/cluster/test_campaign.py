@@ -309,15 +309,19 @@ def contained(box: Onebox) -> Iterator[dict[str, Any]]:
         yield values
 
 
-def test_containers_need_no_shared_tmp(box: Onebox, contained: dict[str, Any]) -> None:
+def test_containers_need_no_shared_tmp(box: Onebox, contained: dict[str, Any], tmp_path: Path) -> None:
+    (own := tmp_path / "own.py").write_text("from arpo_megatron.algorithms.losses.ppo import Ppo as Own\n")
     profile = box.profile("contained", **contained, environment={"NOTE": "of the profile"})
-    job = box.submit_run("contained", "sft.steps=0", "train.steps=1", profile=profile)
+    overrides = ["sft.steps=0", "train.steps=1", f"algorithm.loss={own}:Own"]
+    job = box.submit_run("contained", *overrides, profile=profile)
     job.wait_for("training", lambda: job.in_phase("rollout", 0))
     variables = [rank.environ() for rank in job.processes("arpo_megatron.cluster.rank")]
     assert {(each["NOTE"], each["ONLY_IN_THE_IMAGE"]) for each in variables} == {("of the profile", "yes")}
     assert job.end() == "COMPLETED", str(job)
-    unpacked = Path(contained["container"]).with_name("unpacked").read_text().split("\n")
-    assert sorted(filter(None, unpacked)) == [f"n1 arpo-{job.id}", f"n2 arpo-{job.id}"], "an image is unpacked once"
+    image = Path(contained["container"])
+    assert not image.with_name("unpacked").read_text().strip(), "an image is left, or a step joined another one"
+    removed = image.with_name("removed").read_text().splitlines()
+    assert sorted(removed) == [f"n1 arpo-{job.id}", f"n2 arpo-{job.id}"], "an image is unpacked once"
     assert job.nothing_is_left()
     assert not list(Path("/tmp").glob(f"arpo-{job.id}")), "the scratch directory is left"
 

@@ -1,18 +1,18 @@
 """Containers of a profile: the options of each step, paths on both sides of a mount, and the checks of the doctor."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arpo_megatron.cluster import slurm_checks
 from arpo_megatron.cluster.backend import SlurmBackend
-from arpo_megatron.cluster.mounts import in_container, on_host, outside_of_mounts
+from arpo_megatron.cluster.mounts import in_container, on_host, outside_of_mounts, with_files_mounted
 from arpo_megatron.cluster.slurm import Node
 from arpo_megatron.cluster.submit import prepare_submission, submit_jobs
 from arpo_megatron.config import JobConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.paths import PATHS, paths_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.plan.node_layout import NodeLayout
 from tests.cluster.stand_in import profile
@@ -31,7 +31,7 @@ def test_steps_share_one_unpacked_container_with_the_variables_of_the_profile(tm
     layout = NodeLayout(1, 8, 1, 8, 1, 1, True)
     backend = SlurmBackend(profile(**values), layout, [Node("n1", "127.0.0.11")], RunDirectory(tmp_path), "7")
     step = backend.step("x", backend.nodes, 1, ["true"])
-    wanted = {"--mpi=none", "--container-name=arpo-7", "--no-container-mount-home"}
+    wanted = {"--mpi=none", "--container-name=arpo-7:no_exec", "--no-container-mount-home"}
     assert wanted <= set(step)
     assert "--container-env=KEY,NCCL_DEBUG,PYTHONDONTWRITEBYTECODE,PYTHONPATH" in step
     assert not [word for word in backend.step("x", backend.nodes, 1, ["true"], inside=False) if "container" in word]
@@ -48,8 +48,45 @@ def test_paths_of_a_submitted_config_are_those_of_the_container(config: JobConfi
     assert on_host(inside, place).model == config.model
     assert in_container(config, profile(mounts=MOUNTED["mounts"])) == config, "without a container"
     assert not outside_of_mounts(config, place)
-    elsewhere = replace(config, model=replace(config.model, path=Path("/home/me/14b")))
-    assert outside_of_mounts(elsewhere, place) == ["model.path"]
+
+
+def test_every_path_of_a_config_is_mapped_and_checked(config: JobConfig) -> None:
+    overrides = [f"{key}=/lustre/models/{key}" for key in PATHS]
+    every = resolve.with_overrides(config, [*overrides, "sync.transport=disk", "sft.steps=1"])
+    place = profile(**MOUNTED)
+    assert paths_of(in_container(every, place)) == {key: Path("/models", key) for key in PATHS} | {
+        "data.path": Path("/data/x.parquet")
+    }
+    assert on_host(in_container(every, place), place) == every
+    hidden = resolve.with_overrides(every, [f"{key}=/home/{key}" for key in PATHS])
+    assert outside_of_mounts(hidden, place) == {key: Path("/home", key) for key in PATHS}
+    crossed = profile(container="/i.sqsh", mounts=["/a/b/c:/x", "/d:/x/y"])
+    inside = resolve.with_overrides(config, ["model.path=/x/y/z"])
+    assert on_host(inside, crossed).model.path == Path("/d/z")
+
+
+def test_files_of_components_and_parameters_are_mounted_at_their_own_paths(config: JobConfig, tmp_path: Path) -> None:
+    """The supervisor reads them outside the container, and the ranks inside."""
+    (code := tmp_path / "own.py").write_text("from arpo_megatron.algorithms.losses.ppo import Ppo as Own\n")
+    (prompts := tmp_path / "prompts.txt").write_text("Answer.\n---\nThink.\n")
+    overrides = [f"algorithm.loss={code}:Own", f"algorithm.params.prompt_file={prompts}"]
+    overrides += [f"rollout.system_prompt={prompts}", "algorithm.selector=prompts"]
+    job = resolve.with_overrides(config, overrides)
+    own = (f"{code}:{code}", f"{prompts}:{prompts}")
+
+    def mounts(*given: str) -> tuple[str, ...]:
+        place = profile(container="/i.sqsh", mounts=list(given), runs=str(tmp_path))
+        submission = prepare_submission(job, place, nodes=None)
+        assert submission.config.algorithm == job.algorithm
+        assert with_files_mounted(job, submission.profile) == submission.profile, "a resumed run"
+        return submission.profile.mounts[len(given) :]
+
+    assert mounts() == mounts(f"{tmp_path}:/elsewhere") == mounts("/:/", f"/usr:{tmp_path}") == own
+    assert mounts(f"{tmp_path}:{tmp_path}") == mounts("/:/") == ()
+    assert with_files_mounted(job, profile()).mounts == (), "without a container"
+    (odd := tmp_path / "a,b.txt").write_text("Answer.")
+    with pytest.raises(UserError, match=r"a,b\.txt cannot be mounted in the container: rename it without"):
+        with_files_mounted(resolve.with_overrides(job, [f"rollout.system_prompt={odd}"]), profile(container="/i.sqsh"))
 
 
 def test_signal_that_comes_too_late_is_refused(

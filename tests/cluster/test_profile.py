@@ -42,6 +42,8 @@ from tests.cluster.stand_in import PLAIN, profile
         ),
         ({"environment": {"hf_token": "1"}}, "hf_token would be in the batch script: move it to secrets"),
         ({"mounts": ["/data"]}, "mounts: '/data' does not have the form FROM:TO"),
+        ({"mounts": ["/a:/b:ro,rprivate"]}, r"mounts: .* does not have the form FROM:TO or FROM:TO:FLAG\+FLAG"),
+        ({"mounts": ["/a,/b:/c"]}, "mounts: '/a,/b:/c' does not have the form FROM:TO"),
         ({"trusted_networks": ["10.1.0.1/16"]}, "trusted_networks: 10.1.0.1/16 has host bits set"),
         ({"account": "a\n#SBATCH --uid=0"}, "account: .* cannot be in a batch script"),
         ({"sbatch": {"comment": "a\nb"}}, "sbatch.comment: .* cannot be in a batch script"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -366,20 +367,33 @@ def test_requeued_job_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch, run:
     supervise._wait_for_old_kills(Job(resolve.load(run.config), run, Supervisor(run.logs)), backend)
 
 
-def test_scratch_directories_of_ended_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, run: RunDirectory) -> None:
-    """Directories of running jobs and of unknown jobs stay."""
+@pytest.mark.parametrize("end", [None, UserError("a check failed"), StoppedError("saved"), Interrupted()])
+def test_scratch_directories_and_images_of_ended_jobs_are_removed(
+    end: BaseException | None, monkeypatch: pytest.MonkeyPatch, run: RunDirectory
+) -> None:
+    """Those of running jobs and of unknown jobs stay. A job that must leave soon leaves its image to the next one."""
     steps: list[list[str]] = []
-    listed = subprocess.CompletedProcess([], 0, "".join(f"/tmp/arpo-{n}\n" for n in (NOBODYS, 8, 9, 10)), "")
+    numbers = (NOBODYS, 8, 9, 10)
+    found = [place for n in numbers for place in (f"/tmp/arpo-{n}", f"pyxis_arpo-{n}")]
+    listed = subprocess.CompletedProcess([], 0, "\n".join(found), "")
     monkeypatch.setattr(
         "arpo_megatron.cluster.backend.SlurmBackend._on_nodes",
-        lambda self, name, arguments: steps.append(arguments) or listed,
+        lambda self, name, arguments, *_: steps.append(arguments) or listed,
     )
     states = {"8": JobState("8", "CANCELLED"), "9": JobState("9", "RUNNING")}
     monkeypatch.setattr(
         "arpo_megatron.cluster.slurm.job_states", lambda jobs: {n: states[n] for n in jobs if n in states}
     )
-    with replace(asked_by(monkeypatch, run, None).backend, job_id=NOBODYS).prepared():
-        assert steps[1:] == [["rm", "-rf", "/tmp/arpo-8"]]
+    backend = asked_by(monkeypatch, run, None).backend
+    backend = replace(backend, job_id=NOBODYS, profile=replace(backend.profile, container="/i.sqsh"))
+    with suppress(UserError, StoppedError, Interrupted), backend.prepared():
+        own = f"pyxis_arpo-{NOBODYS}"
+        assert steps.pop()[3:] == ["arpo", own, "/tmp/arpo-8", "pyxis_arpo-8"], "its own is of an earlier start"
+        if end is not None:
+            raise end
+    *more, cleanup = steps[1:]
+    assert [each[3:] for each in more] == ([] if isinstance(end, StoppedError | Interrupted) else [["arpo", own]])
+    assert cleanup == ["rm", "-rf", f"/tmp/arpo-{NOBODYS}"]
 
 
 def test_error_before_the_job_is_one_line(

@@ -13,6 +13,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.config.io import save_config
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.paths import PATHS, paths_of
 
 IN_SQL = ["rollout.environment=sql", "reward.kind=environment"]
 
@@ -272,11 +273,22 @@ def test_config_file_may_use_yaml_anchors(tmp_path: Path) -> None:
 
 def test_input_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = ["sft.data=talks.jsonl", "model.path=model", "sandbox.file=t.yaml"]
-    config = resolve.resolve("quickstart", overrides=overrides)
-    assert config.sft.data == tmp_path / "talks.jsonl"
-    assert config.sandbox.file == tmp_path / "t.yaml"
-    assert config.model.path == tmp_path / "model"
+    given = [f"{key}={key}" for key in PATHS]
+    config = resolve.resolve("quickstart", overrides=[*given, "sync.transport=disk"])
+    assert paths_of(config) == {key: tmp_path / key for key in PATHS}
+
+
+def with_path(owner: Any = JobConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every key that takes a path."""
+    for field in dataclasses.fields(owner):
+        if dataclasses.is_dataclass(field.type):
+            yield from with_path(field.type, f"{prefix}{field.name}.")
+        elif Path in (field.type, *get_args(field.type)):
+            yield prefix + field.name
+
+
+def test_every_key_with_a_path_is_listed() -> None:
+    assert set(with_path()) == {*PATHS, "data.path", "run_dir"}
 
 
 def test_files_of_components_and_of_their_parameters_are_made_absolute(
