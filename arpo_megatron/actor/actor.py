@@ -27,15 +27,7 @@ from arpo_megatron.actor.optimizer import all_ranks, build_optimizer, build_sche
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.pass_clock import PassClock
 from arpo_megatron.actor.reference import ReferencePolicy
-from arpo_megatron.actor.schedule import (
-    LossFunction,
-    forward_order,
-    own_groups,
-    pass_order,
-    run_nested,
-    run_pipeline,
-    sum_gradients,
-)
+from arpo_megatron.actor.schedule import LossFunction, forward_order, own_groups, run_passes, sum_gradients
 from arpo_megatron.actor.te_layers import Fp8, begin_weights, fuse_weight_gradients
 from arpo_megatron.actor.training_state import TrainingSnapshot, load_training_state, snapshot
 from arpo_megatron.actor.update_stats import WIDTH, UpdateStats
@@ -122,8 +114,9 @@ class Actor:
             chunk.fp32_head = config.model.fp32_head
             chunk.config.finalize_model_grads_func = self.clock.stopping(sum_gradients)
             chunk.config.no_sync_func = None if len(self.chunks) == 1 else [w.no_sync for w in self._wrapped]
-            fuse_weight_gradients(chunk)
             use_attention_backend(chunk, config.model.attention_backend)
+        for wrapped in self._wrapped:
+            fuse_weight_gradients(wrapped)
         self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
@@ -326,35 +319,21 @@ class Actor:
         old = None if old_logprobs is None else [*old_logprobs, *nothing]
         reference = None if reference_logprobs is None else [*reference_logprobs, *nothing]
         begin_pass(self.chunks, float(sum(int(pack.multiplicity.sum()) for pack in packs)))
-        with MicroBatches(padded, old, self._shard, reference) as batches, self.clock.counting():
-            outputs = self._passes(padded, groups, batches, finish, temperature=temperature, forward_only=forward_only)
-        self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
-        return outputs
-
-    def _passes(
-        self,
-        padded: Sequence[TreePack],
-        groups: Sequence[Sequence[int]],
-        batches: MicroBatches,
-        finish: LossFunction,
-        *,
-        temperature: float,
-        forward_only: bool,
-    ) -> list[Any]:
         for chunk in self.chunks:
             begin_weights(chunk)
-        if self.config.parallel.pipeline > 1:
-            return run_pipeline(
-                self._wrapped, batches, groups, finish, temperature=temperature, forward_only=forward_only
+        with MicroBatches(padded, old, self._shard, reference) as batches, self.clock.counting():
+            outputs = run_passes(
+                self._wrapped,
+                padded,
+                batches,
+                groups,
+                self.config.parallel,
+                finish,
+                temperature=temperature,
+                forward_only=forward_only,
             )
-        return run_nested(
-            self._wrapped[0],
-            batches,
-            pass_order(padded, groups, self.config.parallel),
-            finish,
-            temperature=temperature,
-            forward_only=forward_only,
-        )
+        self.expert_balance = finish_pass(self.chunks, keep_load=keep_load)
+        return outputs
 
     @property
     def _shard(self) -> ContextShard:

@@ -85,6 +85,38 @@ def nested_order(uses: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
         yield "backward", waiting.pop()[0]
 
 
+def run_passes(
+    chunks: Sequence[Any],
+    packs: Sequence[TreePack],
+    batches: MicroBatches,
+    groups: Sequence[Sequence[int]],
+    parallel: ParallelConfig,
+    finish: LossFunction,
+    *,
+    temperature: float,
+    forward_only: bool,
+) -> list[Any]:
+    """Run this rank's packs in the order of its layout.
+
+    Args:
+        chunks: the model chunks in Megatron's DistributedDataParallel; their config has the reduction of gradients.
+        packs: all packs, the empty ones of `groups` included.
+        batches: micro-batches of the packs; each is released after its backward pass.
+        groups: from `own_groups`.
+        parallel: layout.
+        finish: computes the loss.
+        temperature: divides the logits.
+        forward_only: make no backward passes.
+
+    Returns:
+        The kept value of each pack, in the order of forward passes; none before the last pipeline stage.
+    """
+    if parallel.pipeline > 1:
+        return run_pipeline(chunks, batches, groups, finish, temperature=temperature, forward_only=forward_only)
+    order = pass_order(packs, groups, parallel)
+    return run_nested(chunks[0], batches, order, finish, temperature=temperature, forward_only=forward_only)
+
+
 def run_nested(
     model: Any,
     batches: MicroBatches,
@@ -94,19 +126,7 @@ def run_nested(
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all packs of a rank without a pipeline.
-
-    Args:
-        model: the chunk, in Megatron's DistributedDataParallel; its config has the reduction of gradients.
-        batches: micro-batches of the pass; each is released after its backward pass.
-        order: from `pass_order`.
-        finish: computes the loss.
-        temperature: divides the logits.
-        forward_only: make no backward passes.
-
-    Returns:
-        The kept value of each pack, in the order of forward passes.
-    """
+    """Run all packs of a rank without a pipeline, with the arguments of `run_passes` and an `order` of `pass_order`."""
     kept: list[Any] = []
     losses: list[Tensor] = []  # a stack: losses of packs that wait for their backward pass
     left = len(order) // 2
@@ -141,8 +161,7 @@ def run_pipeline(
     temperature: float,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all groups with Megatron's pipeline schedules; like `run_nested`, but only the last stage gets the kept
-    values."""
+    """Run all groups with Megatron's pipeline schedules, with the arguments of `run_passes`."""
     left = {index: len(chunks) for group in groups for index in group}
 
     def release_after_last_chunk(index: int) -> None:  # on one chunk

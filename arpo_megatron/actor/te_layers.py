@@ -106,23 +106,25 @@ def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:
     }
 
 
-def fuse_weight_gradients(chunk: nn.Module) -> None:
+def fuse_weight_gradients(wrapped: Any) -> None:
     """Let TE's layers add weight gradients to `main_grad` within the product, without a copy in bfloat16.
 
     Args:
-        chunk: model chunk whose parameters have their `main_grad`.
+        wrapped: model chunk in Megatron's DistributedDataParallel, which has given its parameters their `main_grad`.
     """
     module: Any
-    for module in chunk.modules():
+    for module in wrapped.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
+    # Pipeline schedules call it before their first micro-batch and would undo `begin_weights`.
+    wrapped.set_is_first_microbatch = lambda: None
 
 
 def begin_weights(chunk: nn.Module) -> None:
     """Let FP8 layers quantize their weights in the next pass, once for all packs.
 
     TE's own mark for that, a true `is_first_microbatch`, also lets the backward pass of this pack overwrite
-    `main_grad`. It would delete the gradients of nested packs, whose backward passes come before.
+    `main_grad`. It would delete the gradients of later packs, whose backward passes come before.
     """
     module: Any
     for module in chunk.modules():

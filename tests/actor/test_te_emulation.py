@@ -1,7 +1,7 @@
 """Transformer Engine's own layers on a CPU agree with Megatron's in every layout, and checkpoints keep their state.
 
 The reference is Megatron's layers in float32 on one rank (test_exactness.py proves them). A bound is about twice the
-largest deviation; docs/gpu.md has the quantiles.
+largest deviation; docs/guides/gpu.md has the quantiles.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,6 +91,13 @@ def test_layers_agree_with_megatrons_on_one_rank(run: Ranks, root: Path) -> None
 
 def test_layers_agree_with_megatrons_on_two_ranks(run: Ranks, root: Path) -> None:
     own = [("tensor and sequence", "blockwise", "dense")]
+    compute(run, root, own)
+    check(root, *own[0])
+
+
+def test_groups_of_several_packs_keep_all_gradients_in_a_pipeline(run: Ranks, root: Path) -> None:
+    """TE overwrites `main_grad` in the pass of a first micro-batch, which Megatron's schedules mark by themselves."""
+    own = [("pipeline", "blockwise", "dense")]
     compute(run, root, own)
     check(root, *own[0])
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.actor.microbatch import ContextShard, MicroBatches
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.measure import Figures, Measurements, quantiles
 from arpo_megatron.bench.gpu.random_engines import first_gpu, generate
@@ -157,19 +156,16 @@ def _gaps(left: Sequence[Floats], right: Sequence[Floats]) -> Floats:
     return np.asarray(gaps[~np.isnan(gaps)])
 
 
-@torch.no_grad()
 def _trainer_gaps(actor: Actor, trees: Sequence[RolloutTree], entropies: Sequence[Floats]) -> Figures:
     """Return quantiles of |trainer - engine| for log-probs and entropies of the sampled tokens."""
     packs = _packed(trees, 16384)
-    actor.model.set_is_first_microbatch()
     logprob_gaps, entropy_gaps = [], []
-    with MicroBatches(packs, None, ContextShard(multiple_of=actor.config.pack_multiple)) as batches:
-        for index, pack in enumerate(packs):
-            logprobs, own = (x.double().cpu().numpy() for x in actor.model(*batches.make(index).inputs))
-            logprob_gaps.append(logprobs - pack.sampling_logprobs)
-            tokens = zip(pack.tree_index, pack.token_index, strict=True)
-            sampled = [entropies[tree][token - len(trees[tree].prompt_ids)] for tree, token in tokens]
-            entropy_gaps.append(own - np.array(sampled))
+    found = actor.policy_outputs(packs, temperature=1.0, training=False)
+    for pack, logprobs, own in zip(packs, found.logprobs, found.entropies, strict=True):
+        logprob_gaps.append(logprobs.astype(np.float64) - pack.sampling_logprobs)
+        tokens = zip(pack.tree_index, pack.token_index, strict=True)
+        sampled = [entropies[tree][token - len(trees[tree].prompt_ids)] for tree, token in tokens]
+        entropy_gaps.append(own - np.array(sampled))
     return {
         "logprob_gap": quantiles(np.concatenate(logprob_gaps)),
         "entropy_gap": quantiles(np.concatenate(entropy_gaps)),
