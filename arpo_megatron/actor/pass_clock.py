@@ -11,17 +11,21 @@ import torch
 class PassClock:
     """Counts the seconds of passes over packs until the reduction of gradients, in which fast ranks wait for slow ones.
 
-    Ranks of one model replica wait for each other inside a pass, so they count the same seconds.
+    Ranks of one model replica wait for each other inside a pass, so they count the same seconds. On CUDA they are the
+    seconds of the stream that computes: reductions that overlap with a backward pass have another stream. The host
+    does not wait for the device at either end of a pass.
     """
 
     def __init__(self) -> None:
-        self._seconds, self._started = 0.0, 0.0
-        self._running = False
+        self._seconds = 0.0
+        self._started: Any = None
+        self._pass: tuple[Any, Any] | None = None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the time of the block; `stopping` ends the count earlier."""
-        self._running, self._started = True, time.monotonic()
+        self._add()  # the host has read the results of the last pass, so its end has come
+        self._started = _now()
         try:
             yield
         finally:
@@ -37,14 +41,32 @@ class PassClock:
         return stop_and_reduce
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds since the last call. The host waits for the end of the last pass."""
+        self._add()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _stop(self) -> None:
-        if not self._running:
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels run later than they are launched
-        self._running = False
-        self._seconds += time.monotonic() - self._started
+        if self._started is not None:
+            self._pass, self._started = (self._started, _now()), None
+
+    def _add(self) -> None:
+        if self._pass is not None:
+            self._seconds += _between(*self._pass)
+            self._pass = None
+
+
+def _now() -> Any:
+    """Return this moment in seconds; on CUDA an event after the kernels that are launched."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return end - float(start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

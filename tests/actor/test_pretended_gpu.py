@@ -85,7 +85,7 @@ def test_a_whole_update_has_the_planned_memory_and_few_waits(tmp_path: Path) -> 
     assert found["peak"] == pytest.approx(found["planned_peak"], rel=0.1)
     assert found["peak"] > found["held"] + 0.9 * found["kept"]
     assert found["after"] == found["held"], "memory of the update is not returned"
-    waits = {place.rpartition(" ")[2]: count for place, count in found["host_copies"].items()}
+    waits = {place.rpartition(" ")[2]: count for place, count in found["waits"].items()}
     # Without Transformer Engine, Megatron reads the norm of each gradient.
     assert waits.pop("gradient_norm") == found["parameters"] + 1
     assert waits == {"losses": 1, "of": 1}

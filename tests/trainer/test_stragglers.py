@@ -3,6 +3,10 @@
 import json
 import time
 from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
 
 from arpo_megatron.actor.pass_clock import PassClock
 from arpo_megatron.trainer.stragglers import STEPS, RankTimes, Stragglers, slowness_of
@@ -48,3 +52,34 @@ def test_waits_for_other_replicas_do_not_count() -> None:
     with clock.counting():
         time.sleep(0.05)
     assert clock.take() >= 0.05 and clock.take() == 0.0
+
+
+class Event:
+    """Double of a CUDA event: a stream reaches the events at given moments, in seconds."""
+
+    waits: ClassVar[int] = 0
+    moments: ClassVar[list[float]] = [1.0, 3.5, 4.0, 5.0]
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.moment = self.moments.pop(0)
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.moment - self.moment) * 1000
+
+
+def test_host_does_not_wait_for_the_device_within_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the device is synchronised"))
+    clock, waits_at_reduction = PassClock(), []
+    for _ in range(2):
+        with clock.counting():
+            clock.stopping(lambda: waits_at_reduction.append(Event.waits))()
+    assert waits_at_reduction == [0, 1]  # the first pass is read when the second begins
+    assert clock.take() == 3.5 and clock.take() == 0.0

@@ -81,6 +81,14 @@ class _Device:
         return False
 
 
+class _Event:
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+
 def _pretend_device() -> None:
     cuda: Any = torch.cuda
     found = {
@@ -92,7 +100,8 @@ def _pretend_device() -> None:
         "get_device_name": lambda device=None: HOPPER.name,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: None,  # whole_step.py counts it
+        "Event": _Event,
         "set_device": lambda device: None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,

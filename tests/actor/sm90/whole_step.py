@@ -1,8 +1,8 @@
 """Script of test_pretended_gpu.py: one whole update on a pretended H200, with fake tensors.
 
-Fake tensors have shapes, dtypes and devices, and no values. An operation on tensors of two devices raises; a copy to
-the host, for which the host would wait, is noted with the line of ours that asks for it. The mode counts the bytes of
-all storages on the device. Argument: the compiled guard. Prints one JSON object.
+Fake tensors have shapes, dtypes and devices, and no values. An operation on tensors of two devices raises. A copy to
+the host and a synchronisation, for which the host would wait, are noted with our line that asks. The mode counts the
+bytes of all storages on the device. Argument: the compiled guard. Prints one JSON object.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class Counting(FakeTensorMode):
         self.known: set[int] = set()
         self.live = self.peak = 0
         self.at_peak = ""
-        self.host_copies: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
         self.device_copies: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,10 +60,14 @@ class Counting(FakeTensorMode):
         tree_map_only(FakeTensor, self._note, found)
         return found
 
+    def wait(self, device: Any = None) -> None:
+        """Note that the host waits for the device."""
+        self.waits[_own_line()] += 1
+
     def _value(self, source: torch.Tensor, read: Callable[[], Any]) -> Any:
         """Return the value of a tensor of the host if it is known, else 1; note a copy from the device."""
         if source.device.type == "cuda":
-            self.host_copies[_own_line()] += 1
+            self.wait()
         else:
             with suppress(DataDependentOutputException):
                 return read()
@@ -74,7 +78,7 @@ class Counting(FakeTensorMode):
         target = source.device if device is None else torch.device(device)
         if target.type == source.device.type:
             return None
-        (self.host_copies if target.type == "cpu" else self.device_copies)[_own_line()] += 1
+        (self.waits if target.type == "cpu" else self.device_copies)[_own_line()] += 1
         with self:
             return torch.empty(source.shape, dtype=options.get("dtype") or source.dtype, device=target)
 
@@ -106,6 +110,7 @@ def _own_line() -> str:
 def main() -> None:
     pretend.install()
     mode = Counting()
+    torch.cuda.synchronize = mode.wait
     from arpo_megatron.actor import cpu_platform, flex_attention, microbatch, parallel
     from arpo_megatron.hardware.patching import apply
 
@@ -177,7 +182,7 @@ def step(mode: Counting, parallel: Any) -> dict[str, Any]:
         "peak": mode.peak,
         "at_peak": mode.at_peak,
         "after": mode.live,
-        "host_copies": dict(mode.host_copies),
+        "waits": dict(mode.waits),
         "device_copies": dict(mode.device_copies),
         **planned(config, spec, packs),
     }
