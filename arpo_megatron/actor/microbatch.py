@@ -77,6 +77,7 @@ class MicroBatches:
         self._shard = shard
         self._kept = _kept_key_values(packs)
         self._handles: dict[int, list[Tensor]] = {}
+        self._shares: dict[int, _Local] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -90,12 +91,17 @@ class MicroBatches:
         for handle in self._handles.pop(index, ()):
             release(handle)
         self._kept.pop(index, None)
+        self._shares.pop(index, None)
+
+    def tokens(self, index: int) -> int:
+        """Return the number of this rank's tokens of a pack, padding included."""
+        return len(self._share(index).members)
 
     def make(self, index: int) -> MicroBatch:
         """Make the micro-batch of a pack. Its context stays registered until `done`."""
         beat()
         pack = self._packs[index]
-        local = _Local.of(pack, self._shard)
+        local = self._share(index)
         plan = (
             flex_plan(pack.subtree_end, local.members[local.members >= 0], device())
             if device().type == "cuda"
@@ -128,6 +134,11 @@ class MicroBatches:
             old_logprobs=None if self._old is None else _to_device(self._old[index][targets]),
             reference_logprobs=None if self._reference is None else _to_device(self._reference[index][targets]),
         )
+
+    def _share(self, index: int) -> "_Local":
+        if index not in self._shares:
+            self._shares[index] = _Local.of(self._packs[index], self._shard)
+        return self._shares[index]
 
     def _inheritances(self, pack: TreePack) -> list[Inheritance]:
         """Group the leading tokens into runs that one earlier pack computed."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from arpo_megatron.actor import attention_plan, parallel
 from arpo_megatron.actor.actor import Actor
@@ -148,6 +149,12 @@ def small_blocks(layout: ParallelConfig) -> AbstractContextManager[Any]:
     return patch.multiple(attention_plan, **limits) if layout.context > 1 else nullcontext()
 
 
+def no_shapes(layout: ParallelConfig) -> AbstractContextManager[Any]:
+    """Raise if stages of a pipeline without interleaving send each other shapes inside the context."""
+    known = layout.virtual_pipeline == 1
+    return patch.object(P2PCommunicator, "_communicate_shapes", None) if known else nullcontext()
+
+
 @contextmanager
 def padding(packing: str, actor: Actor) -> Iterator[None]:
     """Pad packs of the `padded` packing inside the context, as FP8 would, but further."""
@@ -277,7 +284,7 @@ def compute(root: Path, layouts: dict[str, dict[str, Any]], runs: dict[str, list
     for name, own in runs.items():
         layout = ParallelConfig(**layouts[name])
         join(layout)
-        with small_blocks(layout):
+        with small_blocks(layout), no_shapes(layout):
             for problem, family in own:
                 found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
                 if parallel.is_rank_zero():
