@@ -125,17 +125,32 @@ def _state(config: JobConfig, held: Parameters) -> float:
 def _training(config: JobConfig, spec: ModelSpec, largest: Workload, stage: int) -> Parts:
     parallel, value = config.parallel, value_bytes(config)
     kept, pack, keys = _tokens(config, largest, stage)
-    fp8 = config.model.fp8 != "none"
     last = stage == parallel.pipeline - 1
     targets = pack * largest.sampled / largest.unique
-    one = pass_bytes(spec, parallel, Tokens(pack, keys), targets, value=value, last=last, fp8=fp8)
-    parts = static_parts(config, spec, stage)
-    parts["activations"] = one * kept / pack
+    parts = static_parts(config, spec, stage) | pack_parts(config, spec, Tokens(pack, keys), targets, last=last)
+    parts["activations"] *= kept / pack
     w = Widths.of(spec, parallel, value)
     if keys > pack * parallel.context:  # inherited keys and values, and their gradients in float32
         inherited = keys - pack * parallel.context
         parts["activations"] += spec.layers // parallel.pipeline * inherited * 2 * w.keys * (value + 4)
-    parts["working"] = _layer_working(config, spec, Tokens(pack, keys), w, fp8=fp8)
+    return parts
+
+
+def pack_parts(config: JobConfig, spec: ModelSpec, tokens: Tokens, targets: float, *, last: bool = True) -> Parts:
+    """Return what the passes of one pack need beyond `static_parts`.
+
+    Args:
+        config: the job.
+        spec: sizes of the model.
+        tokens: tokens of the pack on one rank.
+        targets: its targets.
+        last: the stage has the output head.
+    """
+    parallel, value, fp8 = config.parallel, value_bytes(config), config.model.fp8 != "none"
+    parts: Parts = {
+        "activations": pass_bytes(spec, parallel, tokens, targets, value=value, last=last, fp8=fp8),
+        "working": _layer_working(config, spec, tokens, Widths.of(spec, parallel, value), fp8=fp8),
+    }
     if last:
         parts["logits"] = logits_bytes(spec, parallel, targets, value, fp32=config.model.fp32_head)
     return parts

@@ -24,8 +24,8 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import pack_trees
-from arpo_megatron.plan.activations import Tokens, pass_bytes
-from arpo_megatron.plan.memory import logits_bytes, static_parts, value_bytes
+from arpo_megatron.plan.activations import Tokens
+from arpo_megatron.plan.memory import pack_parts, static_parts
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -117,11 +117,9 @@ class UpdateBench:
         )
 
     def _bytes(self, recipe: Fp8Recipe, recompute: Recompute, tokens: int) -> float:
-        config, fp8 = self.config(recipe, recompute), recipe != "none"
-        parallel, value = config.parallel, value_bytes(config)
-        activations = pass_bytes(self.spec, parallel, Tokens(tokens, tokens), tokens, value=value, last=True, fp8=fp8)
-        held = sum(static_parts(config, self.spec, 0).values())
-        return held + activations + logits_bytes(self.spec, parallel, tokens, value)
+        config = self.config(recipe, recompute)
+        parts = static_parts(config, self.spec, 0) | pack_parts(config, self.spec, Tokens(tokens, tokens), tokens)
+        return sum(parts.values())
 
     def measure_mix(self, mix: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Figures:
         """Measure updates on a tree of the mix and on its flattened trajectories, in turn."""

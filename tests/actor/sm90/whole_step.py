@@ -190,16 +190,12 @@ def step(mode: Counting, parallel: Any) -> dict[str, Any]:
 
 def planned(config: Any, spec: Any, packs: Any) -> dict[str, float]:
     from arpo_megatron.plan import memory
-    from arpo_megatron.plan.activations import Tokens, Widths, pass_bytes
+    from arpo_megatron.plan.activations import Tokens
 
     (pack,) = packs
-    tokens, targets = Tokens(len(pack), len(pack)), len(pack.predictors)
     static = sum(memory.static_parts(config, spec, 0).values())
-    kept = pass_bytes(spec, config.parallel, tokens, targets, value=4, last=True)
-    widths = Widths.of(spec, config.parallel, 4)
-    working = memory._layer_working(config, spec, tokens, widths, fp8=False)
-    logits = memory.logits_bytes(spec, config.parallel, targets, 4)
-    return {"planned_held": static, "planned_peak": static + kept + working + logits, "kept": kept}
+    parts = memory.pack_parts(config, spec, Tokens(len(pack), len(pack)), len(pack.predictors))
+    return {"planned_held": static, "planned_peak": static + sum(parts.values()), "kept": parts["activations"]}
 
 
 if __name__ == "__main__":
