@@ -62,7 +62,11 @@ class Batch:
 
 
 def counterfactual_advantages(
-    actor: Actor, scored: Sequence[ScoredTree], config: JobConfig, masked: Callable[[], Sequence[int]] | None
+    actor: Actor,
+    scored: Sequence[ScoredTree],
+    config: JobConfig,
+    masked: Callable[[], Sequence[int]] | None,
+    prepare: Callable[[Sequence[TreePack]], None],
 ) -> list[Floats] | None:
     """Return the advantages of an estimator that needs log-probs in other contexts; all ranks call it.
 
@@ -71,6 +75,7 @@ def counterfactual_advantages(
         scored: the step's trees, on rank 0.
         config: the job.
         masked: returns the tokens of a tool result without content, on rank 0; None elsewhere.
+        prepare: compiles the attention of packs; all ranks call it.
 
     Returns:
         Advantages of the trees without those of a replay buffer, for `build_batches`, on rank 0; None elsewhere, and
@@ -83,6 +88,7 @@ def counterfactual_advantages(
     contexts = [] if masked is None else estimator.contexts(groups, masked())
     own = pack_batch(contexts, supervised_credit(contexts), config, actor.spec) if contexts else []
     packs = parallel.broadcast_object([drop_routes(pack) for pack in own])
+    prepare(packs)
     logprobs = actor.logprobs(packs, training=False)
     return estimator.credit(groups, contexts, split_by_tree(packs, logprobs, contexts)) if contexts else None
 

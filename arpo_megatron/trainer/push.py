@@ -99,8 +99,10 @@ def _push_and_probe(
     if controller is not None:
         tokens = controller.probe_tokens(report.probe_tokens)
         probe, engine_scores = probe_pack(tokens), sync.engines.start_logprobs(tokens)
+    packs = [parallel.broadcast_object(probe)]
+    session.prepare_kernels(packs)
     # The engines compute the probe's log-probs at the same time, at temperature 1 as for every prompt.
-    logprobs = session.actor.logprobs([parallel.broadcast_object(probe)], temperature=1.0, training=False)[0]
+    logprobs = session.actor.logprobs(packs, temperature=1.0, training=False)[0]
     if engine_scores is None:
         return "", 0.0, True
     try:

@@ -176,10 +176,11 @@ class TrainingRun:
 
     def make_batches(self, trees: Sequence[ScoredTree]) -> list[Batch]:
         """Turn rank 0's trees into the batches of the step's updates, on every rank."""
+        prepare = self.session.prepare_kernels
         masked = None if self.controller is None else self.controller.masked_result
-        estimates = counterfactual_advantages(self.actor, trees, self.config, masked)
+        estimates = counterfactual_advantages(self.actor, trees, self.config, masked, prepare)
         batches = broadcast_batches(build_batches(trees, self.config, self.actor.spec, estimates))
-        self.session.prepare_kernels(pack for batch in batches for pack in batch.packs)
+        prepare(pack for batch in batches for pack in batch.packs)
         return add_reference_logprobs(self.actor, batches)
 
     def compute_logprobs(self, batches: Sequence[Batch]) -> list[PolicyOutputs]:

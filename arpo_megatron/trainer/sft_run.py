@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from arpo_megatron.actor import parallel
-from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.checkpoint import CheckpointStore
 from arpo_megatron.actor.update_stats import UpdateStats
 from arpo_megatron.algorithms.credit import supervised_credit
@@ -205,22 +204,23 @@ class SftRun:
         done, sft = self.updates_done, self.session.config.sft
         if done % sft.evaluate_every and done != sft.steps:
             return None
-        loss = held_out_loss(self.session.actor, self.examples.held_out, self.session.config)
+        loss = held_out_loss(self.session, self.examples.held_out)
         if loss is not None:
             self.state.held_out_loss = loss
             self.session.note(f"loss on {len(self.examples.held_out)} held-out conversations: {loss:.4f}")
         return loss
 
 
-def held_out_loss(actor: Actor, trees: Sequence[RolloutTree], config: JobConfig) -> float | None:
+def held_out_loss(session: ActorSession, trees: Sequence[RolloutTree]) -> float | None:
     """Return the mean negative log-likelihood in nats over tokens with a loss; None without trees.
 
     All ranks call it.
     """
     if not trees:
         return None
-    packs = pack_batch(trees, supervised_credit(trees), config, actor.spec)
-    logprobs = actor.logprobs(packs, temperature=1.0, training=False)
+    packs = pack_batch(trees, supervised_credit(trees), session.config, session.actor.spec)
+    session.prepare_kernels(packs)
+    logprobs = session.actor.logprobs(packs, temperature=1.0, training=False)
     return -float(sum((values * pack.weight).sum() for values, pack in zip(logprobs, packs, strict=True)))
 
 

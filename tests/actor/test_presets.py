@@ -11,6 +11,7 @@ from arpo_megatron.algorithms.replay import make_replay_buffer
 from arpo_megatron.algorithms.replay.base import AddsTrees
 from arpo_megatron.config import OptimizerConfig
 from arpo_megatron.jobs import resolve
+from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.registry import BUILTIN, ExtensionPoint
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.tasks.base import Task
@@ -45,8 +46,9 @@ def test_preset_trains(name: str) -> None:
         assert stored
         scored = interleave(scored, stored)
     actor = Actor(config, cases.QWEN3, None, optimizer=OptimizerConfig(lr=1e-3), total_updates=2)
-    estimates = counterfactual_advantages(actor, scored, config, lambda: [1, 2])
-    assert (estimates is not None) is (name == "infopo")
+    prepared: list[TreePack] = []
+    estimates = counterfactual_advantages(actor, scored, config, lambda: [1, 2], prepared.extend)
+    assert (estimates is not None) is bool(prepared) is (name == "infopo")
     batches = build_batches(scored, config, actor.spec, estimates)
     old = step_outputs(actor, batches, config)
     for number, (batch, scores) in enumerate(zip(batches, old, strict=True)):

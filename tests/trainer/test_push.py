@@ -20,7 +20,7 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
     """Doubles of engines: a real one does not fail or differ on demand."""
     answers: list[Any] = [WeightPushError("it died"), 0.1, 0.3]
     verified = [(), ()]
-    probed, resumed, prepared = [], [], []
+    probed, resumed, prepared, compiled = [], [], [], list[Any]()
 
     def send(_version: int, prepare: Any) -> Any:
         prepare()
@@ -36,7 +36,9 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
         return [np.full(len(pack.predictors), -1.0, np.float32) for pack in packs]
 
     sync: Any = SimpleNamespace(push=send, engines=SimpleNamespace())
-    session: Any = SimpleNamespace(config=JobConfig("test"), actor=SimpleNamespace(logprobs=logprobs))
+    session: Any = SimpleNamespace(
+        config=JobConfig("test"), actor=SimpleNamespace(logprobs=logprobs), prepare_kernels=compiled.extend
+    )
     controller: Any = SimpleNamespace(
         prepare_push=lambda: prepared.append(1),
         probe_tokens=lambda count: [1, 2, 3, 4][:count],
@@ -47,6 +49,7 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
     failure, gap = push_once(session, sync, controller, 7, None)
     assert (failure, gap) == ("", pytest.approx(0.1))
     assert ([len(pack.predictors) for pack in probed], resumed) == ([2], [7])
+    assert compiled == probed
     with pytest.raises(RuntimeError, match=r"push of version 8 the engine's log-probs differ .* by 3\.00e-01 nats"):
         push_once(session, sync, controller, 8, None)
     assert resumed == [7]
