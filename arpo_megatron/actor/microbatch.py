@@ -210,7 +210,10 @@ def padding_of(pack: TreePack, shard: ContextShard) -> int:
 
 def _divide(pack: TreePack, shard: ContextShard) -> tuple[list[list[Span]], list[int], int]:
     """Return each rank's blocks, each rank's tokens, and the tokens per rank with padding."""
-    shares = share_blocks(pack.subtree_end, pack.inherited, shard.ranks, shard.cost)
+    if shard.ranks == 1 and device().type == "cuda":  # FlexAttention chooses blocks of its own
+        shares = [[(pack.inherited, len(pack.subtree_end))]]
+    else:
+        shares = share_blocks(pack.subtree_end, pack.inherited, shard.ranks, shard.cost)
     counts = [sum(stop - start for start, stop in share) for share in shares]
     multiple = shard.multiple_of
     return shares, counts, max(multiple, -(-max(counts) // multiple) * multiple)

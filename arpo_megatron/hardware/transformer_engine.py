@@ -6,6 +6,7 @@ TE is two packages: its Python (`transformer-engine`, small, for any machine) an
 
 import os
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,8 +42,9 @@ def is_emulated() -> bool:
     return os.environ.get(EMULATION_VARIABLE) == "1"
 
 
+@cache
 def extension_installed() -> bool:
-    """Return whether TE's extension for CUDA is installed."""
+    """Return whether TE's extension for CUDA is installed. Passes over packs ask this often."""
     found = find_spec("transformer_engine")
     if found is None or found.origin is None:
         return False

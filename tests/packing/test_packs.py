@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arpo_megatron.actor import microbatch
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatches, padding_of
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.packing.balance import PACK_COST_TOKENS, balanced_groups, divide_work, first_fit_decreasing
@@ -157,6 +159,17 @@ def test_padding_of_counts_the_tokens_that_ranks_add(multiple, ranks):
         local = len(batches.make(0).inputs[0])
     assert padding_of(pack, shard) == local * ranks - len(pack)
     assert local % multiple == 0 and (padding_of(pack, shard) > 0) is (multiple > 1)
+
+
+def test_pack_of_one_rank_is_not_cut_into_blocks_on_cuda(monkeypatch):
+    """FlexAttention's blocks are not ours; a pack alone has all its tokens in order in any case."""
+    packs = pack_trees(*cases.batch(0), token_budget=30)
+    assert any(pack.inherited for pack in packs)
+    cut = [microbatch._Local.of(pack, ContextShard(multiple_of=16)).members for pack in packs]
+    monkeypatch.setattr(microbatch, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(microbatch, "share_blocks", lambda *_: pytest.fail("the pack is cut"))
+    found = [microbatch._Local.of(pack, ContextShard(multiple_of=16)).members for pack in packs]
+    assert all(map(np.array_equal, found, cut))
 
 
 def test_pipeline_holds_as_many_packs_as_stages():
