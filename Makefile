@@ -79,4 +79,4 @@ site: setup
 	$(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-newest runs build *.egg-info

@@ -18,7 +18,7 @@ python=${PYTHON312:-python3.12}
 "$python" -m venv --clear .venv-newest
 pip=".venv-newest/bin/python -m pip --disable-pip-version-check --no-input --quiet"
 $pip install --no-compile "torch==$torch"
-# The engine is not needed: what is tested is the trainer.
+# Only the trainer is tested.
 grep -v -i -E '^(torch|triton|sglang|megatron|transformer[-_]engine|nvidia|ray|nemo)' requirements.lock >.venv-newest/requirements.txt
 $pip install --no-compile --no-deps -r .venv-newest/requirements.txt "megatron-core==$megatron"
 $pip install --no-deps -e .

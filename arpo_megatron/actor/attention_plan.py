@@ -21,13 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arpo_megatron.packing.balance import TYPICAL_COST, CostModel, allowed_cuts, depths, divide_work, trace_spans
+from arpo_megatron.packing.balance import (
+    CHAIN_STEP,
+    TYPICAL_COST,
+    CostModel,
+    allowed_cuts,
+    depths,
+    divide_work,
+    trace_spans,
+)
 from arpo_megatron.packing.layout import Span
 
 MAX_BLOCK = 256
 """Largest number of queries in one call."""
-CHAIN_STEP = 64
-"""A long chain may be cut at every multiple of this many tokens from its start."""
 CALL_COST_PAIRS = 6000
 """Overhead of one call, forward and backward, in query-key pairs: 0.15 ms against 26 ns on two cores."""
 

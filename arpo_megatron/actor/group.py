@@ -25,8 +25,9 @@ def run_group(
         model: the chunk, in Megatron's DistributedDataParallel.
         batches: the packs in order.
         temperature: divides the logits.
-        over: is called for each pack when it is no longer needed: after its backward pass, or after the forward passes
-            if there will be none.
+        over: is called for each of several packs when it is no longer needed: after its backward pass, or after the
+            forward passes if there will be none. A pack alone keeps no keys and values for others, so its small context
+            may wait for the end of all passes.
 
     Returns:
         Log-probs and entropies of the packs in turn; before the last stage, the hidden states of all packs.

@@ -2,7 +2,7 @@
 
 There are three kinds:
 
-- `Replace` gives an attribute another function. Only functions that always raise without CUDA are replaced.
+- `Replace` gives an attribute another function, where the original needs CUDA, NCCL or a GPU's kernels.
 - `PresetAttribute` sets an attribute that a CUDA call would set later.
 - `Retarget` exchanges string literals ("cuda", "torch.cuda.FloatTensor") and names of attributes (`.is_cuda`) in the
   code object of one function, in place, so modules that imported the function by name see the change.

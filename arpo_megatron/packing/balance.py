@@ -14,7 +14,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import forward_flops
 from arpo_megatron.packing.layout import Span
 
-CUT_STEP = 64
+CHAIN_STEP = 64
 """A long chain may be cut at every multiple of this many tokens from its start."""
 PACK_COST_TOKENS = 512
 """Cost of one more pack, in tokens; an inherited or repeated ancestor costs one token."""
@@ -135,7 +135,7 @@ def cut_spans(subtree_end: NDArray[np.int32], budget: int, *, inherit: bool) -> 
             raised to the longest path (a job's config refuses a smaller one). The tokens between neighbouring cuts are
             part of one chain, so with their ancestors they are part of one path and always fit.
     """
-    step = max(1, min(CUT_STEP, budget // 2))
+    step = max(1, min(CHAIN_STEP, budget // 2))
     cuts = allowed_cuts(subtree_end, step)
     above = depths(subtree_end)
     if not inherit:

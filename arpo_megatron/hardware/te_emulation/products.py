@@ -1,6 +1,6 @@
 """Matrix products: FP8 operands are converted to float32, multiplied, and rounded to the output's dtype.
 
-Asserted is what cuBLAS needs on Hopper: both FP8 operands lie in memory with the contraction last, so a transposed one
+Assert what cuBLAS needs on Hopper: both FP8 operands lie in memory with the contraction last, so a transposed one
 needs its copy by columns; contractions are multiples of 16 and rows of 8; blockwise operands are not both 128 x 128.
 TE's source: pytorch/csrc/extensions/gemm.cpp.
 """

@@ -103,24 +103,13 @@ def _empty(tensor: Tensor, quantizer: Any) -> Any:
 
 
 def _fill_scaled(source: Tensor, quantizer: Any, output: Any) -> None:
-    """Quantize with one scale: that of the values (current scaling), or the quantizer's (delayed scaling)."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-
-    amax = source.abs().amax() if source.numel() else source.new_zeros(())
-    if isinstance(quantizer, Float8CurrentScalingQuantizer):
-        quantizer.amax.fill_(amax)
-        if quantizer.with_amax_reduction:
-            dist.all_reduce(quantizer.amax, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
-        quantizer.scale.copy_(
-            scale_of(
-                quantizer.amax,
-                quantizer.dtype,
-                quantizer.amax_epsilon,
-                power_of_two=quantizer.force_pow_2_scales,
-            )
-        )
-    else:
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+    """Quantize with one scale, that of the values (current scaling)."""
+    quantizer.amax.fill_(source.abs().amax() if source.numel() else 0.0)
+    if quantizer.with_amax_reduction:
+        dist.all_reduce(quantizer.amax, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    quantizer.scale.copy_(
+        scale_of(quantizer.amax, quantizer.dtype, quantizer.amax_epsilon, power_of_two=quantizer.force_pow_2_scales)
+    )
     data = to_fp8(source * quantizer.scale, quantizer.dtype)
     if output._data is not None:
         output._data.copy_(data.view(output._data.shape))
