@@ -14,7 +14,7 @@ from pathlib import Path
 from arpo_megatron.errors import UserError
 
 CHECKED_TRANSFORMER_ENGINE = "2.11.0"
-"""The version whose Python the emulation was checked against."""
+"""The version whose Python the emulation replaces the extension of, and whose private functions the trainer calls."""
 EMULATION_VARIABLE = "ARPO_TE_EMULATION"
 """`1` in the environment of ranks that run TE's Python on a CPU (see te_emulation)."""
 INSTALL_EXTENSION = "pip install --no-build-isolation 'arpo-megatron[gpu]'"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from arpo_megatron.actor.cpu_platform import CHECKED_MEGATRON_CORE
-from arpo_megatron.launch.preflight.machine import PINS, ROUTER_PIN, TE_VERSIONS
+from arpo_megatron.hardware.transformer_engine import CHECKED_TRANSFORMER_ENGINE
+from arpo_megatron.launch.preflight.machine import PINS, ROUTER_PIN
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,9 +34,8 @@ def test_pyproject_has_the_doctors_pins() -> None:
     assert {name: on_gpus.get(name) for name in WANTED} == WANTED
     assert pinned(extras["cpu"])["sglang-router"] == ROUTER_PIN
     assert PINS["megatron-core"] == CHECKED_MEGATRON_CORE
-    (engine,) = (item for item in map(Requirement, extras["gpu"]) if item.name == "transformer-engine")
-    first, below = (".".join(map(str, numbers)) for numbers in TE_VERSIONS)
-    assert {str(part) for part in engine.specifier} == {f">={first}", f"<{below}"}
+    assert on_gpus["transformer-engine"] == CHECKED_TRANSFORMER_ENGINE
+    assert pinned(extras["emulation"])["transformer-engine"] == CHECKED_TRANSFORMER_ENGINE
 
 
 def test_lock_file_has_pins_of_doctor() -> None:
@@ -54,6 +53,6 @@ def test_image_has_pins_of_doctor_and_versions_of_the_lock_file() -> None:
     assert odd == {"numpy", "protobuf", "triton"}, "packages for CUDA need other versions of these only"
     needed = [canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]]
     assert not set(needed) - image.keys()
-    assert TE_VERSIONS[0] <= Version(image["transformer-engine"]).release < TE_VERSIONS[1]
+    assert image["transformer-engine"] == ours["transformer-engine"] == CHECKED_TRANSFORMER_ENGINE
     extension = f"transformer-engine-torch=={image['transformer-engine']}\n"
     assert extension in (ROOT / "slurm/container/Dockerfile").read_text()

@@ -18,7 +18,11 @@ from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
-from arpo_megatron.hardware.transformer_engine import INSTALL_EXTENSION, extension_installed
+from arpo_megatron.hardware.transformer_engine import (
+    CHECKED_TRANSFORMER_ENGINE,
+    INSTALL_EXTENSION,
+    extension_installed,
+)
 from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
@@ -26,8 +30,6 @@ from arpo_megatron.models.known import load_spec
 from arpo_megatron.plan.memory import checkpoint_bytes, weights_bytes
 
 ROUTER_PIN = "0.3.2"
-TE_VERSIONS = ((2, 9), (2, 12))
-"""Versions of Transformer Engine: from the first, and below the second (Megatron-Core 0.16.1)."""
 PINS = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": SGLANG_VERSION, "transformers": "5.12.1"}
 """Versions that this project is tested with. Others may work on a GPU, whose image has its own pins."""
 _SPARE_BYTES = 2**30
@@ -126,7 +128,7 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
 def _lacking_transformer_engine() -> list[str]:
     if not extension_installed():  # its Python alone serves the emulation
         return [f"transformer-engine[pytorch] ({INSTALL_EXTENSION})"]
-    if missing := _lacking("transformer-engine", lambda found: TE_VERSIONS[0] <= found < TE_VERSIONS[1]):
+    if missing := _lacking("transformer-engine", lambda found: found == _numbers(CHECKED_TRANSFORMER_ENGINE)):
         return missing
     # An extension for another torch fails on import only.
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
