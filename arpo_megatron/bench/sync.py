@@ -2,7 +2,7 @@
 
 The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. For each transport,
 rounds measure whole pushes and the floor in turn. A push is begin, exchange, commit, and the probe through trainer
-and engine together. Every other push is verified, with checksums of rows of every tensor and a longer probe.
+and engine together. Every other push is verified, with checksums of every tensor and a longer probe.
 `share_of_floor` is the floor over the mean push of a run with the default `sync.verify_every`;
 `share_of_floor_verified` is that of a run that verifies every push. The floor is the bare transfer plus one copy:
 

@@ -23,7 +23,7 @@ class SyncConfig:
     bucket_mib: Positive = 256
     """A process sends or receives at most this many MiB of weights at a time, and holds at most two such buckets."""
     verify_every: NonNegative = 20
-    """At an engine's first push and at every n-th, checksums of rows of every tensor are compared, and the probe that
+    """At an engine's first push and at every n-th, checksums of all weights are compared, and the probe that
     follows every push is a long one; 0: only at the first."""
     directory: Path | None = None
     """With `disk`: a directory with the same path on all machines. None: the run directory."""

@@ -32,5 +32,5 @@ class TrainConfig:
     they are never deleted, and a run cannot resume from them. 0: none."""
     logprob_gap_limit: PositiveFloat | None = None
     """Largest |trainer - engine| log-prob of a probe, in nats, after a weight push; a larger gap stops the run. None:
-    1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in the engine, and 3 in the trainer,
-    or three times the first push's gap; if a later gap is larger, checksums of the weights decide."""
+    if the gap exceeds 1e-3 in float32, 0.2 in bfloat16, whose activations carry 8 bits, 0.5 with FP8 in the engine, or
+    3 in the trainer, and three times the first push's gap, checksums of the weights decide."""

@@ -121,8 +121,9 @@ def check_machine(config: JobConfig) -> None:
         _check_fp8(config.model.fp8)
     if config.model.attention_backend == "flash":
         check_flash()
-    if config.engine.quantization == "fp8":  # for older GPUs SGLang rearranges the weights that a push replaces
-        _check_capability("engine.quantization=fp8", (8, 9))
+    if config.engine.quantization == "fp8":
+        # For older and for newer GPUs SGLang changes the layout of weights or scales after loading.
+        _check_capability("engine.quantization=fp8", (8, 9), below=(10, 0))
 
 
 def _check_cpu(config: JobConfig) -> None:
@@ -165,10 +166,11 @@ def check_flash() -> None:
         raise UserError(f"{key} needs FlashAttention 4: pip install --pre flash-attn-4") from None
 
 
-def _check_capability(key: str, needed: tuple[int, int]) -> None:
+def _check_capability(key: str, needed: tuple[int, int], below: tuple[int, int] | None = None) -> None:
     import torch
 
-    if (found := torch.cuda.get_device_capability()) < needed:
-        raise UserError(
-            f"{key} needs compute capability {'.'.join(map(str, needed))}, but this GPU has {'.'.join(map(str, found))}"
-        )
+    found = torch.cuda.get_device_capability()
+    if found < needed or (below is not None and found >= below):
+        first, last, own = (".".join(map(str, each or ())) for each in (needed, below, found))
+        bound = f", below {last}" if below else ""
+        raise UserError(f"{key} needs compute capability {first}{bound}, but this GPU has {own}")

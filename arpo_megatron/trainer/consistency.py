@@ -16,11 +16,18 @@ FIRST_GAP_FACTOR = 3.0
 """A gap of at most this many times the first push's is rounding too: its maximum over a few tokens varies."""
 
 
+def gap_limit(first_gap: float | None, config: JobConfig) -> float:
+    """Return the largest gap of a push, in nats, that needs no checksums; `first_gap` is that of the first push."""
+    engine = "fp8 engine" if config.engine.quantization != "none" else config.model.dtype
+    usual = GAP_LIMITS["fp8" if config.model.fp8 != "none" else engine]
+    return config.train.logprob_gap_limit or max(usual, FIRST_GAP_FACTOR * (first_gap or 0.0))
+
+
 def check_push(gap: float, first_gap: float | None, version: int, config: JobConfig, *, equal: bool) -> bool:
     """Return whether the gap is explained; if it is not, the weights must be verified.
 
-    Rounding explains a gap below the limit, or one like the first push's. `train.logprob_gap_limit`, if it is given, is
-    the limit of every push.
+    Rounding explains a gap below `gap_limit`, and any finite gap between equal weights. `train.logprob_gap_limit`, if
+    it is given, is the limit of every push.
 
     Args:
         gap: largest difference of log-probs between trainer and engine, in nats.
@@ -30,19 +37,13 @@ def check_push(gap: float, first_gap: float | None, version: int, config: JobCon
         equal: checksums have shown that the engine holds the trainer's weights.
 
     Raises:
-        RuntimeError: the gap is too large, and nothing explains it.
+        RuntimeError: the gap is not finite, or exceeds `train.logprob_gap_limit`.
     """
-    engine = "fp8 engine" if config.engine.quantization != "none" else config.model.dtype
-    usual = GAP_LIMITS["fp8" if config.model.fp8 != "none" else engine]
-    given = config.train.logprob_gap_limit
-    limit = given or max(usual, FIRST_GAP_FACTOR * (first_gap or 0.0))
+    given, limit = config.train.logprob_gap_limit, gap_limit(first_gap, config)
     if gap <= limit:
         return True
-    known = first_gap is not None and given is None and math.isfinite(gap)
-    if known and equal:
-        return True  # the policy has become sensitive to rounding
-    if known:
-        return False
+    if given is None and math.isfinite(gap):
+        return equal  # between equal weights the gap is rounding, to which the policy is sensitive
     bound = f"train.logprob_gap_limit={limit:g}" if given else f"{limit:g} (train.logprob_gap_limit sets another limit)"
     raise RuntimeError(
         f"after the push of version {version} the engine's log-probs differ from the trainer's by {gap:.2e} "

@@ -9,7 +9,7 @@ from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.errors import UserError
 from arpo_megatron.packing.packs import TreePack, pack_trees
 from arpo_megatron.rollout.endpoints import ServiceEndpoints
-from arpo_megatron.trainer.consistency import check_push
+from arpo_megatron.trainer.consistency import check_push, gap_limit
 from arpo_megatron.trainer.controller import Controller
 from arpo_megatron.trainer.setup import ActorSession
 from arpo_megatron.tree import Role, RolloutTree
@@ -48,7 +48,7 @@ def push_with_retries(
 
     Raises:
         UserError: all attempts have failed.
-        RuntimeError: the gap exceeds `train.logprob_gap_limit`.
+        RuntimeError: the gap exceeds `train.logprob_gap_limit`, or is not finite.
     """
     for attempt, pause_s in enumerate((*PAUSES_S, None), start=1):
         if session.stopping():
@@ -82,6 +82,11 @@ def push_once(
             f"the log-probs after the push of version {version} differ by {gap:.2e} nats: checking all weights"
         )
         sync.verify_next()
+    if not failure and gap > (limit := gap_limit(first_gap, session.config)):
+        session.note(
+            f"the log-probs after the push of version {version} differ by {gap:.2e} nats, more than {limit:g}, but all "
+            "weights are equal: rounding, or the engine computes something else"
+        )
     if not failure and controller is not None:
         controller.collector.after_push(version)
     return failure, gap

@@ -1,9 +1,8 @@
 """FP8 weights with a scale for each block of 128 x 128, as engines hold them.
 
 A scale is the smallest power of two that brings the block's values into the range of float8_e4m3fn: the rule, and the
-bits, of SGLang's `per_block_cast_to_fp8` (from DeepGEMM). Powers of two also fit GPUs whose products take only such
-scales. A tensor NAME is pushed as two: NAME in float8, and NAME_scale_inv in float32, by whose values the engine
-multiplies.
+bits, of SGLang's `per_block_cast_to_fp8` (from DeepGEMM). A tensor NAME is pushed as two: NAME in float8, and
+NAME_scale_inv in float32, by whose values the engine multiplies.
 """
 
 from collections.abc import Iterator, Sequence

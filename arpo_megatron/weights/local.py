@@ -96,10 +96,10 @@ class LocalShard:
             first = max(box[0][0], sample.first // unit * unit)
             last = min(box[0][1], -(-sample.last // unit) * unit)
             if mine(box) and first < last:
-                rows: Box = ((first, last), *box[1:])
-                values = self._values(name, part, box, rows)
-                piece = sample.piece_in(values, inside(whole, self.types[name].whole, rows))
-                total += 0 if piece is None else piece.checksum
+                for slab, _ in self._slabs(BoxPart(name, 0, ((first, last), *box[1:]), 0)):
+                    values = self._values(name, part, box, slab.box)
+                    piece = sample.piece_in(values, inside(whole, self.types[name].whole, slab.box))
+                    total += 0 if piece is None else piece.checksum
         return total % 2**64
 
     def _slabs(self, piece: BoxPart) -> Iterator[tuple[BoxPart, slice]]:

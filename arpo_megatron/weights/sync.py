@@ -6,8 +6,8 @@
     commit    caches are emptied, answers carry the new policy version, engines generate again
     verify    the caller compares log-probs of a short probe
 
-At an engine's first push and at every n-th one, checksums of rows of every tensor on the engine are compared too, and
-the probe is longer. The plan is made once, and again when an engine has restarted or a push has failed. With
+At an engine's first push and at every n-th one, checksums of every whole tensor on the engine are compared too, and the
+probe is longer. The plan is made once, and again when an engine has restarted or a push has failed. With
 `rollout.across_push=keep_kv` the caches are kept.
 
 A push that is interrupted before its commit, even by a kill -9 of a trainer rank, leaves engines that refuse to
@@ -50,8 +50,6 @@ PROBE_TOKENS = 3
 cost no more than reading the weights."""
 LONG_PROBE_TOKENS = 16
 """Length of the probe after a verified push; errors in queries and keys, which mix tokens, show better in it."""
-_SAMPLE_BYTES = 2**18
-"""Bytes of rows that are compared of each tensor in a verified push."""
 
 TransportName = Literal["auto", "network", "ipc", "disk"]
 
@@ -182,7 +180,7 @@ class WeightSync:
         except BaseException:
             self._disconnect()  # trainer and engines may disagree about what has been sent
             raise
-        verified = self._verify(version) if verify else ()
+        verified = self._verify() if verify else ()
         self._reached, self._since_verified = engines, 1 if verify else self._since_verified + 1
         return PushReport(
             seconds=time.monotonic() - started,
@@ -264,11 +262,10 @@ class WeightSync:
             raise WeightPushError(failures[0])
         return loads
 
-    def _verify(self, version: int) -> tuple[str, ...]:
-        """Compare checksums of rows of every tensor between trainer and engines; return the names of the tensors."""
-        draw = np.random.default_rng(version)
+    def _verify(self) -> tuple[str, ...]:
+        """Compare checksums of all tensors between trainer and engines; return the names of the tensors."""
         types, rank = self._local.types, self._control.rank
-        samples = {name: Sample.of(kind.meta(), draw.random(), _SAMPLE_BYTES) for name, kind in types.items()}
+        samples = {name: Sample.of(kind.meta(), 0.0, reshard.byte_size(kind)) for name, kind in types.items()}
         own = [
             self._local.checksum(name, sample, lambda box, name=name: self._owners[name][box][0] == rank)  # type: ignore[misc]
             for name, sample in samples.items()

@@ -130,9 +130,11 @@ def test_fp8_engines_need_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     placement.check_machine(wanted)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    with pytest.raises(UserError, match=r"quantization=fp8 needs compute capability 8\.9, but this GPU has 8\.0"):
-        placement.check_machine(wanted)
+    for found in ((8, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=found: found)
+        bounds = rf"quantization=fp8 needs compute capability 8\.9, below 10\.0, but this GPU has {found[0]}\.0$"
+        with pytest.raises(UserError, match=bounds):
+            placement.check_machine(wanted)
 
 
 def test_gpu_engine_captures_its_largest_batch_and_caches_single_tokens() -> None:

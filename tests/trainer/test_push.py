@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arpo_megatron.config import JobConfig, ModelConfig
+from arpo_megatron.config import JobConfig, ModelConfig, TrainConfig
 from arpo_megatron.engine.admin import WeightPushError
 from arpo_megatron.errors import UserError
 from arpo_megatron.trainer import push
@@ -37,7 +37,9 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
 
     sync: Any = SimpleNamespace(push=send, engines=SimpleNamespace())
     session: Any = SimpleNamespace(
-        config=JobConfig("test"), actor=SimpleNamespace(logprobs=logprobs), prepare_kernels=compiled.extend
+        config=JobConfig("test", train=TrainConfig(logprob_gap_limit=0.2)),
+        actor=SimpleNamespace(logprobs=logprobs),
+        prepare_kernels=compiled.extend,
     )
     controller: Any = SimpleNamespace(
         prepare_push=lambda: prepared.append(1),
@@ -56,16 +58,18 @@ def test_failed_push_is_not_probed_and_a_wrong_probe_ends_the_run() -> None:
 
 
 def test_checksums_decide_about_a_gap_that_the_first_push_did_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of float32 is 1e-3 nats; the first push had 5e-4, so 1.5e-3 is rounding and 1e-2 is looked into."""
+    """The limit of float32 is 1e-3 nats; the first push had 5e-4, so 1.4e-3 is rounding and 1e-2 is looked into."""
     config = JobConfig("test", model=ModelConfig(dtype="float32"))
     assert check_push(1.4e-3, 5e-4, 3, config, equal=False)
     assert not check_push(1e-2, 5e-4, 3, config, equal=False)
     assert check_push(1e-2, 5e-4, 3, config, equal=True)
+    assert check_push(1e-2, None, 1, config, equal=True)  # the first push is always verified
     given = replace(config, train=replace(config.train, logprob_gap_limit=1.3e-3))
     unset = r"more than 0.00\d+ \(train\.logprob_gap_limit sets another limit\)$"
     for gap, first, job, equal, bound in (
-        (1e-2, None, config, True, unset),
+        (float("inf"), None, config, True, unset),
         (float("inf"), 5e-4, config, True, unset),
+        (1.4e-3, None, given, True, r"more than train\.logprob_gap_limit=0\.0013$"),
         (1.4e-3, 5e-4, given, True, r"more than train\.logprob_gap_limit=0\.0013$"),
     ):
         with pytest.raises(RuntimeError, match=f"the engine's log-probs differ from the trainer's .* {bound}"):
@@ -74,11 +78,15 @@ def test_checksums_decide_about_a_gap_that_the_first_push_did_not_have(monkeypat
     asked, notes, resumed = [], list[str](), []
     monkeypatch.setattr(push, "_push_and_probe", lambda *_: answers.pop(0))
     sync: Any = SimpleNamespace(verify_next=lambda: asked.append(1))
-    session: Any = SimpleNamespace(note=notes.append)
+    session: Any = SimpleNamespace(note=notes.append, config=config)
     controller: Any = SimpleNamespace(collector=SimpleNamespace(after_push=resumed.append))
     assert push_once(session, sync, controller, 4, 5e-4) == ("", 0.01)
     assert (asked, resumed) == ([1], [4])
-    assert notes == ["the log-probs after the push of version 4 differ by 1.00e-02 nats: checking all weights"]
+    gap = "the log-probs after the push of version 4 differ by 1.00e-02 nats"
+    assert notes == [
+        f"{gap}: checking all weights",
+        f"{gap}, more than 0.0015, but all weights are equal: rounding, or the engine computes something else",
+    ]
 
 
 def test_push_is_repeated_with_growing_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

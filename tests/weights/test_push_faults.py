@@ -6,19 +6,24 @@ table is in docs/internals/weight-sync.md.
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle
-from arpo_megatron.engine.wire.boxes import BoxPart, WeightMessage
+from arpo_megatron.engine.server.checksums import held_pieces
+from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
+from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
+from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
-from arpo_megatron.weights.sync import PROBE_TOKENS
+from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
 from arpo_megatron.weights.transports import ipc
 from tests.weights.pushes import TIMEOUT_S, TOKENS, generate, post, trainer
 
@@ -70,6 +75,35 @@ def test_checksums_stop_wrong_values(
             sync.push(8)
         monkeypatch.undo()
         sync.push(9)
+
+
+def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
+    """Both sides sum 10 MiB in several chunks. No engine runs: its part is a matrix and the reader of its weights."""
+    kind = TensorType((2600, 1024), "float32")
+    sent = torch.randn(kind.shape)
+    model = nn.Linear(1024, 2600, bias=False)
+    model.load_weights = lambda weights: model.weight.data.copy_(dict(weights)["head"])  # type: ignore[assignment]
+    model.weight.data.copy_(sent)
+    sync: Any = WeightSync.__new__(WeightSync)
+    sync._control, sync._owners = Control(None), {"head": {kind.whole: [0]}}
+    shard: Any = None
+    sync._local = LocalShard(shard, {"head": kind}, {"head": {kind.whole: sent}}, torch.device("cpu"))
+    expected: list[dict[str, int]] = []
+
+    def checksums(samples: dict[str, Sample]) -> list[Any]:
+        expected.append({"head": sync._local.checksum("head", samples["head"], lambda _: True)})
+        return [held_pieces(model, samples)]
+
+    sync._admin = SimpleNamespace(urls=["engine"], checksums=checksums)
+    assert sync._verify() == ("head",)
+    for row in range(0, 2600, 199):
+        model.weight.data.copy_(sent)
+        model.weight.data.view(torch.int32)[row, row % 1024] ^= 1
+        with pytest.raises(WeightPushError, match="head is not what the trainer sent: checksum"):
+            sync._verify()
+    bits = sent.numpy().view(np.int32).ravel().astype(np.int64).astype(np.uint64)
+    place = np.arange(bits.size, dtype=np.uint64)
+    assert expected[0] == {"head": int((bits * (2 * place + 1)).sum())}, "other code gets the same sum modulo 2^64"
 
 
 @pytest.mark.parametrize("wrong", [swapped, wrong_shard, wrong_scale])

@@ -21,6 +21,8 @@ RECEIVED_ACTION = "arpo-received"
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1
+_CHUNK = 2**20
+"""Elements that are summed at a time; as int64 they take 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,13 @@ class Sample:
 def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:
     """Sum bits * (2 * index + 1), from sums along each dimension: the index in the whole tensor is linear in them."""
     bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize])
-    dims = range(bits.dim())
-    total = 0
-    for dim, stride in zip(dims, strides, strict=True):
-        others = [other for other in dims if other != dim]
-        sums = bits.sum(others, dtype=torch.int64) if others else bits.to(torch.int64)
-        if not dim:
-            total += (2 * offset + 1) * int(sums.sum())
-        index = torch.arange(len(sums), device=sums.device)
-        total += 2 * stride * int((sums * index).sum())
-    return total & _MASK
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)  # int64 is arithmetic modulo 2^64
+    rows = max(1, _CHUNK // max(1, prod(bits.shape[1:])))
+    for first in range(0, len(bits), rows):
+        chunk = bits[first : first + rows].to(torch.int64)
+        total += (2 * (offset + first * strides[0]) + 1) * chunk.sum()
+        for dim, stride in enumerate(strides):
+            others = [other for other in range(chunk.dim()) if other != dim]
+            sums = chunk.sum(others) if others else chunk
+            total += 2 * stride * (sums * torch.arange(len(sums), device=sums.device)).sum()
+    return int(total) & _MASK
