@@ -62,7 +62,7 @@ class TimedEngineAdmin(EngineAdmin):
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         if not endpoint.startswith("update_weights"):
             return super()._post(url, endpoint, body)
-        with self._timed("load"):  # one bucket at a time
+        with self._timed("load"):  # the whole exchange
             return super()._post(url, endpoint, body)
 
     @contextmanager
@@ -82,7 +82,7 @@ class TimedPush:
     verified: int
     """Tensors whose checksums were compared."""
     seconds: dict[str, float]
-    """Seconds spent waiting for the engine, by kind of request; the rest is gathering and copying."""
+    """Seconds spent waiting for the engine, by kind of request; `load` is the whole exchange."""
     gap: float
     """Largest difference of log-probs between trainer and engine in nats; NaN without a probe."""
 
