@@ -64,7 +64,7 @@ class EngineAdmin:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.timeout_s = timeout_s
         self._headers = bearer(token)
-        # Two buckets may be in flight to each engine, and a third announced.
+        # An engine gets one request at a time, but requests of a failed push may still wait for their deadlines.
         self._pool = ThreadPoolExecutor(3 * len(self.urls), thread_name_prefix="weight-push")
 
     def wait_until_up(self, timeout_s: float) -> None:
@@ -144,18 +144,13 @@ class EngineAdmin:
         Args:
             samples: by Hugging Face name of the tensor.
         """
-        body = {"action": CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})}
-        answers = [post.result() for post in self.post_all("weights_checker", [(url, body) for url in self.urls])]
+        action = CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})
         return [
             {
-                name: [
-                    ChecksummedPart.from_json(p)
-                    for rank in answer["ranks"]
-                    for p in json.loads(rank["checksums"][name])
-                ]
+                name: [ChecksummedPart.from_json(part) for rank in engine for part in json.loads(rank[name])]
                 for name in samples
             }
-            for answer in answers
+            for engine in self._check_weights([action] * len(self.urls))
         ]
 
     def engine_shards(
@@ -171,13 +166,9 @@ class EngineAdmin:
         answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))
         return [[EngineShard.from_json(rank) for rank in engine] for engine in answers]
 
-    def tell_ranks(self, action: str, engines: Sequence[Sequence[object]]) -> None:
+    def send_to_ranks(self, action: str, engines: Sequence[Sequence[object]]) -> None:
         """Do an action in every rank of every engine; each gets its own value. Raises WeightPushError: one refuses."""
-        answers = self._ask_ranks([action + json.dumps(ranks) for ranks in engines])
-        for url, of_engine in zip(self.urls, answers, strict=True):
-            for rank, answer in enumerate(of_engine):
-                if answer["error"]:
-                    raise WeightPushError(f"{url}: rank {rank} refuses the push: {answer['error']}")
+        self._ask_ranks([action + json.dumps(ranks) for ranks in engines])
 
     def received(self) -> list[dict[str, int]]:
         """Return figures of the last exchange in bytes, for each rank of each engine: `received`, `held` and
@@ -189,20 +180,29 @@ class EngineAdmin:
         return [self._pool.submit(self._post, url, endpoint, body) for url, body in bodies]
 
     def _ask_ranks(self, actions: Sequence[str]) -> list[list[Any]]:
-        """Return the answers of each engine's ranks to its action."""
+        """Return the answers of each engine's ranks to its action. Raises WeightPushError: one refuses."""
+        return [[json.loads(rank["answer"]) for rank in engine] for engine in self._check_weights(actions)]
+
+    def _check_weights(self, actions: Sequence[str]) -> list[list[Mapping[str, str]]]:
+        """Return what SGLang's weight checker answers in each engine's ranks. Raises WeightPushError: one refuses."""
         bodies = [(url, {"action": action}) for url, action in zip(self.urls, actions, strict=True)]
-        answers = [post.result() for post in self.post_all("weights_checker", bodies)]
-        return [[json.loads(rank["checksums"]["answer"]) for rank in answer["ranks"]] for answer in answers]
+        found = []
+        for url, post in zip(self.urls, self.post_all("weights_checker", bodies), strict=True):
+            found.append([rank["checksums"] for rank in post.result()["ranks"]])
+            for rank, answer in enumerate(found[-1]):
+                if "error" in answer:
+                    raise WeightPushError(f"{url}: rank {rank} refuses the push: {answer['error']}")
+        return found
 
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         where = f"{url}/{endpoint.removeprefix('/')}"
         try:
             answer = self._session().post(where, json=body, timeout=self.timeout_s)
-        except requests.RequestException as error:
+            if answer.status_code != requests.codes.ok:
+                raise WeightPushError(f"{where}: HTTP {answer.status_code}: {first_line(answer.text)}")
+            return answer.json()
+        except requests.RequestException as error:  # also for an answer that is not JSON
             raise WeightPushError(f"{where}: {first_line(error)}") from error
-        if answer.status_code != requests.codes.ok:
-            raise WeightPushError(f"{where}: HTTP {answer.status_code}: {first_line(answer.text)}")
-        return answer.json()
 
     def _answers(self, url: str) -> bool:
         try:

@@ -30,18 +30,21 @@ class Control:
         """Return the (picklable) result of rank 0's `work` on every rank.
 
         Raises:
-            WeightPushError: `work` has raised it; every rank raises it.
+            WeightPushError: `work` has failed; every rank raises it.
         """
         box: list[Any] = [None, ""]
+        cause: Exception | None = None
         if self.rank == 0:
             try:
                 box[0] = work()
             except WeightPushError as error:
                 box[1] = str(error)
+            except Exception as error:  # the other ranks wait for the outcome
+                cause, box[1] = error, f"{type(error).__name__}: {error}"
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1]:
-            raise WeightPushError(box[1])
+            raise WeightPushError(box[1]) from cause
         result: T = box[0]
         return result
 
@@ -51,6 +54,11 @@ class Control:
         if self.group is not None:
             dist.all_gather_object(box, value, group=self.group)
         return box
+
+    def raise_first(self, failure: str) -> None:
+        """Raise WeightPushError on every rank if one of them has a `failure`; "" is none."""
+        if failures := [each for each in self.gather(failure) if each]:
+            raise WeightPushError(failures[0])
 
     def sums(self, values: list[int]) -> list[int]:
         """Return the sums over ranks modulo 2^64."""

@@ -77,7 +77,7 @@ class LocalShard:
 
     def contiguous(self, message: WeightMessage, device: torch.device) -> Tensor | None:
         """Return the bytes of a message on `device` if it is one piece and needs no copy there; None otherwise."""
-        if len(message.pieces) > 1 or device != self.device:
+        if len(message.pieces) > 1 or device != self.device or self._is_quantized(message.pieces[0].name):
             return None
         view = self.view(message.pieces[0])
         return as_bytes(view) if view.is_contiguous() else None
@@ -111,6 +111,9 @@ class LocalShard:
         for start in range(first, last, step):
             stop = min(last, start + step)
             yield replace(piece, box=((start, stop), *others)), slice(start - first, stop - first)
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(SCALES) or self.types[name].torch_dtype == FP8
 
     def _values(self, name: str, part: Tensor, held: Box, box: Box) -> Tensor:
         """Return the values `box` of a tensor, from the part that has its place at `held`."""

@@ -39,7 +39,7 @@ def test_checksums_use_the_runners_model() -> None:
     model = Model()
     checker = SimpleNamespace(
         _model_runner=SimpleNamespace(model=model),
-        _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+        _parallelism_info=lambda: SimpleNamespace(tp_rank=0, model_dump=dict),
     )
     sample = Sample.of(model.head, 0.5, 2**20)
     action = CHECKSUM_ACTION + json.dumps({"head": asdict(sample)})

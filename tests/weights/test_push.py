@@ -285,7 +285,7 @@ def test_hanging_engine_is_an_error_at_the_deadline(
     ]
     trained = trainer(tmp_path, 60)
     with trained.sync(engine.url, transport=kind, timeout_s=8.0) as hopeless:
-        before = "begin_push" if joined else "tell_ranks"
+        before = "begin_push" if joined else "send_to_ranks"
         if joined:
             hopeless.push(60)
         original = getattr(hopeless.engines, before)

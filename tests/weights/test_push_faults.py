@@ -24,7 +24,6 @@ from arpo_megatron.weights import reshard
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
-from arpo_megatron.weights.transports import ipc
 from tests.weights.pushes import TIMEOUT_S, TOKENS, generate, post, trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -227,28 +226,3 @@ def test_slept_weights_are_not_served(engine: EngineHandle, tmp_path: Path) -> N
     with trainer(tmp_path, 22).sync(engine.url, colocated=True) as sync:
         sync.push(22)
     assert generate(engine.url)["meta_info"]["weight_version"] == "22"
-
-
-def test_carrier_finishes_although_its_engine_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other trainer ranks wait for the carrier's part of the exchange between them."""
-
-    class Gone:
-        def send(self, _: Any) -> None:
-            raise BrokenPipeError("gone")
-
-        send_bytes = send
-
-        def poll(self, _: float) -> bool:
-            raise AssertionError("nothing is asked after the failure")
-
-        def close(self) -> None:
-            pass
-
-    peer = ipc._Peer(Gone(), torch.device("cpu"), 1.0)  # type: ignore[arg-type]
-    peer.offer(100)
-    for _ in range(4):
-        peer.turn()
-        assert len(peer.take(100)) == 100
-        peer.hand_over()
-    peer.wait_until_read()
-    assert peer.failure == "an engine has left the push: gone"

@@ -1,8 +1,12 @@
 """Transports alone: the fields of their requests, what they free, and what ends communication that hangs."""
 
-import os
+import re
+import socket
 import threading
+import time
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +18,14 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
-from arpo_megatron.engine.wire import groups, sharing
+from arpo_megatron.engine.server import checksums
+from arpo_megatron.engine.wire import boxes, connections, groups, sharing
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION
 from arpo_megatron.engine.wire.watchdog import ExchangeAbortedError, Watchdog
 from arpo_megatron.utils.stores import listen
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import probe_gap
-from arpo_megatron.weights.transports import Disk, Exchange, ipc
+from arpo_megatron.weights.transports import Disk, Exchange
 from tests.faults import small_disk
 
 TIMEOUT_S = 60.0
@@ -37,57 +43,23 @@ def test_handle_is_opened_on_the_receivers_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert opened[:6] + opened[7:] == arguments[:6] + arguments[7:]
 
 
-def test_two_shared_buffers_take_turns_and_are_free_between_pushes() -> None:
-    """The engine's half reads each buffer when it is handed over, and none is filled before it has been read."""
-
-    def mapped() -> bool:
-        return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
-
-    ours, theirs = Pipe()
-    peer = ipc._Peer(ours, torch.device("cpu"), TIMEOUT_S)
-    read: list[int] = []
-
-    def engine() -> None:
-        for _ in range(2):
-            buffers = [sharing.accept(theirs, torch.device("cpu")) for _ in range(2)]
-            for _ in range(5):
-                buffers.reverse()
-                theirs.recv_bytes()
-                read.append(int(buffers[0][0]))
-                assert buffers[0].eq(read[-1]).all()
-                theirs.send_bytes(b"read")
-
-    reader = threading.Thread(target=engine)
-    reader.start()
-    for push in range(2):
-        peer.offer(1000)
-        assert mapped()
-        for turn in range(5):
-            peer.turn()
-            peer.take(400).fill_(10 * push + turn)
-            peer.take(600).fill_(10 * push + turn)
-            peer.hand_over()
-        peer.wait_until_read()
-        peer.free()
-    reader.join()
-    assert not peer.failure
-    assert read == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
-    assert not mapped()
-
-
 def test_stranger_does_not_get_a_connection() -> None:
-    entrance = ipc._Entrance("the key")
-    from multiprocessing import AuthenticationError
-    from multiprocessing.connection import Client
+    listener = connections.Listener("the key")
+    with socket.create_connection(("127.0.0.1", listener.port)):  # and says nothing
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            connections.connect(listener.port, "another key")
+        mine = connections.connect(listener.port, "the key")
+        listener.connection(TIMEOUT_S).send_bytes(b"hello")
+        assert mine.recv_bytes() == b"hello"
+        with pytest.raises(OSError, match=r"no connection for 0\.1 s"):
+            listener.connection(0.1)
+        listener.close()
 
-    with pytest.raises((AuthenticationError, EOFError, OSError)):
-        Client(("127.0.0.1", entrance.port), authkey=b"another key")
-    mine = Client(("127.0.0.1", entrance.port), authkey=b"the key")
-    entrance.connection().send_bytes(b"hello")
-    assert mine.recv_bytes() == b"hello"
-    entrance.close()
-    alone = ipc._Entrance("the key")
-    alone.close()  # although no engine has come
+
+def test_listener_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
+        connections.connect(silent.getsockname()[1], "the key")
 
 
 class BlockedGroup:
@@ -105,19 +77,27 @@ def unreachable() -> str:
     raise ConnectionError("no store")
 
 
+def silent() -> str:
+    """The machine with the store has gone without a word."""
+    threading.Event().wait(TIMEOUT_S)
+    return ""
+
+
 @pytest.mark.parametrize(
     ("deadline_s", "failed", "reason"),
     [
         (0.1, lambda: "", "no end after 0.1 s"),
+        (1.0, silent, "no end after 1 s"),
         (TIMEOUT_S, lambda: "rank 3 is gone", "rank 3 is gone"),
         (TIMEOUT_S, unreachable, "the group has ended: no store"),
     ],
-    ids=["deadline", "elsewhere", "store"],
+    ids=["deadline", "silence", "elsewhere", "store"],
 )
 def test_watchdog_aborts_a_group_that_blocks(deadline_s: float, failed: Any, reason: str) -> None:
-    group = BlockedGroup()
+    group, started = BlockedGroup(), time.monotonic()
     with pytest.raises(ExchangeAbortedError, match=reason), Watchdog(group.aborted.set, deadline_s, failed):
         group.wait()
+    assert time.monotonic() - started < TIMEOUT_S / 4
 
 
 def test_pending_work_is_aborted_before_a_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +105,7 @@ def test_pending_work_is_aborted_before_a_group_is_destroyed(monkeypatch: pytest
     done: list[str] = []
     group = SimpleNamespace(abort=lambda: done.append("aborted"))
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda _: done.append("destroyed"))
-    groups.leave(group)
+    groups.PushGroup.leave(SimpleNamespace(group=group))  # type: ignore[arg-type]
     assert done == ["aborted", "destroyed"]
 
 
@@ -206,3 +186,45 @@ def test_member_that_never_comes_ends_the_meeting(deadline_s: float, failed: Any
     stores = members(2)
     with pytest.raises(RuntimeError, match=reason):
         groups.meet(stores[0], 2, deadline_s, failed)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("no JSON", "weights_checker: Expecting value"),
+        ('{"ranks": [{"checksums": {"error": "ValueError: no"}}]}', "rank 0 refuses the push: ValueError: no"),
+        ("{}", "KeyError: 'ranks'"),
+    ],
+)
+def test_failure_of_rank_zero_is_an_error_of_the_push(answer: str, message: str) -> None:
+    """Then every rank of the trainer raises it, and the push is repeated."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.handle_request).start()
+        requests = EngineAdmin([f"http://127.0.0.1:{server.server_port}"], TIMEOUT_S)
+        with pytest.raises(WeightPushError, match=message):
+            Control(None).on_rank_zero(lambda: requests.engine_shards({}, []))
+        requests.close()
+
+
+def test_rank_of_an_engine_that_raises_answers_with_its_error() -> None:
+    """SGLang gathers the answers of all ranks: the others would wait for this one."""
+    checker: Any = SimpleNamespace(
+        _get_model=lambda: torch.nn.Linear(1, 1),
+        _parallelism_info=lambda: SimpleNamespace(tp_rank=0, model_dump=dict),
+    )
+    for action, error in (
+        (boxes.LAYOUT_ACTION + '{"types": {"w": [[1], "float32"]}, "together": []}', "AttributeError: .*load_weights"),
+        (CHECKSUM_ACTION + "no JSON", "JSONDecodeError"),
+        (boxes.PLAN_ACTION + "[]", "IndexError"),
+    ):
+        answer = checksums._handle(lambda *_: None, checker, action)
+        assert re.match(error, answer["checksums"]["error"])
+    assert checksums._handle(lambda *_: "SGLang's own", checker, "checksum") == "SGLang's own"

@@ -41,13 +41,20 @@ def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any,
     # In sglang 0.5.12 the checker has the model's runner.
     model = checker._get_model() if hasattr(checker, "_get_model") else checker._model_runner.model
     info = checker._parallelism_info()
-    answers: dict[str, str]
+    try:
+        answers = _answer(model, info.tp_rank, action)
+    except Exception as error:  # the other ranks of the engine wait for this one's answer
+        answers = {"error": f"{type(error).__name__}: {error}"}
+    if answers is None:
+        return original(checker, action, *args, **kwargs)
+    return {"checksums": answers, "per_gpu_checksum": "", "parallelism_info": info.model_dump()}
+
+
+def _answer(model: nn.Module, rank: int, action: str) -> dict[str, str] | None:
+    """Answer an action of this project; None for any other action."""
     if action.startswith(CHECKSUM_ACTION):
         samples = {name: Sample(**sample) for name, sample in json.loads(action.removeprefix(CHECKSUM_ACTION)).items()}
         held = held_pieces(model, samples)
-        answers = {name: json.dumps([piece.as_json() for piece in pieces]) for name, pieces in held.items()}
-    elif (found := receive.answer(model, info.tp_rank, action)) is not None:
-        answers = {"answer": json.dumps(found)}
-    else:
-        return original(checker, action, *args, **kwargs)
-    return {"checksums": answers, "per_gpu_checksum": "", "parallelism_info": info.model_dump()}
+        return {name: json.dumps([piece.as_json() for piece in pieces]) for name, pieces in held.items()}
+    found = receive.answer(model, rank, action)
+    return None if found is None else {"answer": json.dumps(found)}

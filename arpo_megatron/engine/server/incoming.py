@@ -2,9 +2,8 @@
 shares."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Client
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.server.parameters import EngineParameters
-from arpo_megatron.engine.wire import groups, sharing
+from arpo_megatron.engine.wire import connections, sharing
 from arpo_megatron.engine.wire.boxes import WeightMessage, unpack
-from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
+from arpo_megatron.engine.wire.groups import PushGroup
 from arpo_megatron.engine.wire.staging import Staging, as_bytes
-from arpo_megatron.engine.wire.watchdog import Watchdog
 
 
 class Incoming(Protocol):
@@ -25,13 +23,13 @@ class Incoming(Protocol):
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest buffer that this rank has used for a round."""
+        """Bytes of the larger of this rank's two buffers."""
 
     def opened(self, deadline_s: float) -> Any:
         """Return a context manager around the rounds of one push."""
 
     def start(self, messages: Sequence[WeightMessage]) -> None:
-        """Start to receive a round, while the one before it may not have been stored so far."""
+        """Start to receive a round, while the one before it may not have been stored yet."""
 
     def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for a round and store it in the parameters."""
@@ -49,10 +47,10 @@ class FromGroup:
 
     def __init__(self, link: Mapping[str, Any], parameters: EngineParameters) -> None:
         self._parameters = parameters
-        timeout, members = timedelta(seconds=link["timeout_s"]), link["members"]
-        self._store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
-        self._members, self._met = members, False
-        self._group = groups.join(self._store, link["name"], link["rank"], members, link["backend"], timeout)
+        members, timeout_s = link["members"], link["timeout_s"]
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
+        self._group = PushGroup(store, link["name"], link["rank"], members, link["backend"], timeout_s)
         device = torch.device("cpu") if link["backend"] == "gloo" else parameters.device
         self._staging = Staging(device)
         self._arriving: list[tuple[list[Any], list[Tensor | None]]] = []
@@ -60,55 +58,44 @@ class FromGroup:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest buffer that this rank has used for a round."""
+        """Bytes of the larger of this rank's two buffers."""
         return self._staging.largest
 
     @contextmanager
     def opened(self, deadline_s: float) -> Iterator[None]:
         """Abort the group if the push fails here or elsewhere."""
-        group, store, device = self._group, self._store, self._staging.device
         self._arriving = []
-
-        def failed() -> str:
-            return store.get(FAILED_KEY).decode() if store.check([FAILED_KEY]) else ""
-
-        if not self._met:
-            groups.meet(store, self._members, deadline_s, failed)
-            self._met = True
-        with Watchdog(group.abort, deadline_s, failed):
-            try:
-                wait_for([dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)], device)
+        device = self._staging.device
+        try:
+            with self._group.opened("an engine rank", device, deadline_s) as connecting:
+                self._group.wait(connecting, device)
                 yield
-            except Exception as error:
-                with suppress(RuntimeError):  # the store has gone with the trainer
-                    store.set(FAILED_KEY, f"an engine rank: {error}")
-                raise
-            finally:
-                self._staging.free()
+        finally:
+            self._staging.free()
 
     def start(self, messages: Sequence[WeightMessage]) -> None:
         """Receive a piece straight into its parameter if it is contiguous there; other messages are staged."""
         staging = self._staging
         direct = [self._parameters.contiguous(message.pieces, staging.device) for message in messages]
-        staging.turn(sum(m.bytes for m, place in zip(messages, direct, strict=True) if place is None))
+        staging.switch(sum(m.bytes for m, place in zip(messages, direct, strict=True) if place is None))
         ops, staged = [], list[Tensor | None]()
         for message, place in zip(messages, direct, strict=True):
             flat = staging.take(message.bytes) if place is None else as_bytes(place)
             staged.append(flat if place is None else None)
-            ops.append(dist.P2POp(dist.irecv, flat, group=self._group, group_peer=message.sender))
+            ops.append(dist.P2POp(dist.irecv, flat, group=self._group.group, group_peer=message.sender))
         self._arriving.append((dist.batch_isend_irecv(ops), staged))
 
     def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for the messages and copy the staged ones into the parameters."""
         works, staged = self._arriving.pop(0)
-        wait_for(works, self._staging.device)
+        self._group.wait(works, self._staging.device)
         for message, flat in zip(messages, staged, strict=True):
             values = [None] if flat is None else unpack(flat, message.pieces, self._parameters.types)
             self._parameters.store(message.pieces, values)
 
     def close(self) -> None:
         """Leave the group: the trainer ranks notice at once."""
-        groups.leave(self._group)
+        self._group.leave()
 
 
 class FromMemory:
@@ -123,7 +110,7 @@ class FromMemory:
     """The buffers are the trainer rank's."""
 
     def __init__(self, link: Mapping[str, Any], parameters: EngineParameters) -> None:
-        self._connection = Client(("127.0.0.1", link["port"]), authkey=link["key"].encode())
+        self._connection = connections.connect(link["port"], link["key"])
         self._parameters = parameters
         self._buffers: list[Tensor] = []
         self._deadline_s = 0.0
@@ -144,13 +131,11 @@ class FromMemory:
         """Nothing: the trainer rank fills the next buffer by itself."""
 
     def finish(self, messages: Sequence[WeightMessage]) -> None:
-        """Wait for a buffer, copy it into the parameters, and say that it is free."""
-        self._buffers.reverse()
+        """Wait for a round, copy it into the parameters, and say that its place is free."""
         self._await()
-        self._connection.recv_bytes()
-        start = 0
+        buffer, start = self._connection.recv()
         for message in messages:
-            flat = self._buffers[0][start : start + message.bytes]
+            flat = self._buffers[buffer][start : start + message.bytes]
             self._parameters.store(message.pieces, unpack(flat, message.pieces, self._parameters.types))
             start += message.bytes
         if self._parameters.device.type == "cuda":

@@ -124,6 +124,7 @@ class EngineParameters:
             raise ValueError(f"the plan brings {next(iter(arriving))[0]}, which this rank does not hold")
 
     def begin(self) -> None:
+        """Begin a push: nothing has arrived."""
         self._whole = {}
         self._missing = {name: size(self.types[name].whole) for names in self._computed for name in names}
 

@@ -1,7 +1,7 @@
 """The engine's end of a push: what each rank holds, and how the rounds of an exchange get into its parameters.
 
 SGLang's own ways take whole tensors and leave the division to each rank. Here a rank reports which boxes of the tensors
-it holds, gets a plan, and receives exactly those boxes. The requests travel in two that SGLang has: actions of its
+it holds, gets a plan, and receives exactly those boxes. Two existing SGLang requests carry the protocol: actions of its
 weight checker, which every rank answers, and the start of an exchange in `update_weights_from_distributed`.
 
 A rank writes each piece straight into its parameter. Tensors that SGLang's loader computes with are held whole until
@@ -123,16 +123,17 @@ def register_hooks() -> None:
 
 
 def answer(model: Any, rank: int, action: str) -> dict[str, Any] | None:
-    """Answer an action of the weight checker that belongs to a push; None for any other action."""
+    """Answer an action of the weight checker that belongs to a push; None for any other action.
+
+    Raises:
+        Exception: this rank refuses.
+    """
     if action.startswith(LAYOUT_ACTION):
         return _shard.describe(model, json.loads(action.removeprefix(LAYOUT_ACTION)))
     for prefix, work in ((PLAN_ACTION, _shard.accept_plan), (JOIN_ACTION, _shard.join)):
         if action.startswith(prefix):
-            try:
-                work(json.loads(action.removeprefix(prefix))[rank])
-            except Exception as error:  # the other ranks of the engine wait for this one's answer
-                return {"error": f"{type(error).__name__}: {error}"}
-            return {"error": ""}
+            work(json.loads(action.removeprefix(prefix))[rank])
+            return {}
     return _shard.received() if action == RECEIVED_ACTION else None
 
 

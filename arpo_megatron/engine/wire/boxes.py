@@ -87,9 +87,9 @@ class EngineShard:
     """The parts of tensors that one rank of an engine holds, and its place."""
 
     device: str
-    """Name of the GPU that no other GPU has, or of the machine without GPU."""
+    """UUID of the GPU, or boot ID of a machine without GPUs."""
     host: str
-    """Name of the machine that no other machine has."""
+    """Boot ID of the machine."""
     boxes: dict[str, list[Box]]
     """Its parts of each tensor. Several may be equal, if the rank keeps copies."""
 

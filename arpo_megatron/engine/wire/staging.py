@@ -1,5 +1,7 @@
 """Two buffers that take turns, for what cannot be sent from, or received into, its own place."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,31 +11,43 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.device = device
+        self.current = 0
+        """Index of the buffer that is filled: 0 or 1."""
         self._buffers: list[Tensor | None] = [None, None]
         self._used = 0
         self.largest = 0
         """Bytes of the larger buffer so far."""
 
-    def turn(self, size: int) -> None:
+    def use(self, buffers: Sequence[Tensor]) -> None:
+        """Use these two buffers, uint8[n] each, until they are freed."""
+        self._buffers = list(buffers)
+        self.largest = max(self.largest, *map(len, buffers))
+
+    def switch(self, size: int) -> None:
         """Switch to the other buffer, which must have room for `size` bytes; what it held is lost."""
-        self._buffers.reverse()
+        self.current = 1 - self.current
         self._used = 0
-        held = self._buffers[0]
+        held = self._buffers[self.current]
         if held is None or len(held) < size:
-            self._buffers[0] = None  # before the larger one is made
-            self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._buffers[self.current] = None  # before the larger one is made
+            self._buffers[self.current] = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.largest = max(self.largest, size)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the buffer that have been taken."""
+        return self._used
 
     def take(self, size: int) -> Tensor:
         """Return the next uint8[size] of the buffer."""
-        buffer = self._buffers[0]
+        buffer = self._buffers[self.current]
         if buffer is None or self._used + size > len(buffer):
             raise AssertionError("a round needs more memory than it announced")
         self._used += size
         return buffer[self._used - size : self._used]
 
     def free(self) -> None:
+        """Free both buffers."""
         self._buffers = [None, None]
 
 

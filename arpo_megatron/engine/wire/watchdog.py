@@ -1,4 +1,4 @@
-"""Ends communication that would hang.
+"""Abort communication that would hang.
 
 Gloo raises when a peer has gone. NCCL waits: for a peer that was killed within a transfer, for one that failed before
 the first operation, and when a group with pending work is destroyed. Only aborting the group ends that wait, and
@@ -6,7 +6,6 @@ another thread has to do it.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -25,7 +24,8 @@ class Watchdog:
         abort: ends all pending operations, so that the thread that waits for them continues. It is called from another
             thread, at most once.
         deadline_s: seconds from the start.
-        failed: returns why the communication cannot succeed any more, or "". An exception is a reason, too.
+        failed: returns why the communication cannot succeed any more, or "". An exception is a reason, too. It may
+            block: the deadline has a thread of its own.
 
     Raises:
         ExchangeAbortedError: on leaving, if `abort` was called.
@@ -33,34 +33,41 @@ class Watchdog:
 
     def __init__(self, abort: Callable[[], object], deadline_s: float, failed: Callable[[], str]) -> None:
         self._abort = abort
-        self._deadline_s = deadline_s
         self._failed = failed
         self._ended = threading.Event()
+        self._ending = threading.Lock()
         self._reason = ""
-        self._thread = threading.Thread(target=self._watch, name="weight-watchdog", daemon=True)
+        self._timer = threading.Timer(deadline_s, self._end, [f"no end after {deadline_s:g} s"])
+        self._poller = threading.Thread(target=self._poll, name="weight-watchdog")
+        # A blocked `failed` is not waited for: it may ask a machine that no longer answers.
+        self._timer.daemon = self._poller.daemon = True
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._timer.start()
+        self._poller.start()
         return self
 
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._timer.cancel()
+        with self._ending:  # an abort that has begun ends first
+            self._ended.set()
         if self._reason:
             raise ExchangeAbortedError(self._reason) from error
 
-    def _watch(self) -> None:
-        deadline = time.monotonic() + self._deadline_s
+    def _poll(self) -> None:
         while not self._ended.wait(_POLL_INTERVAL_S):
             try:
                 reason = self._failed()
             except Exception as error:  # the store of the group is gone, with the process that kept it
                 reason = f"the group has ended: {error}"
-            if not reason and time.monotonic() > deadline:
-                reason = f"no end after {self._deadline_s:g} s"
             if reason:
+                self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        with self._ending:
+            if not self._ended.is_set():
+                self._ended.set()
                 self._reason = reason
                 self._abort()
-                return

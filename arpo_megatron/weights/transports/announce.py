@@ -27,13 +27,13 @@ def send_plan(requests: EngineAdmin, exchange: Exchange) -> None:
             rounds = [[message for message in turn if message.receiver == receiver] for turn in exchange.rounds]
             ranks.append([[message.as_json() for message in turn] for turn in rounds if turn])
         plans.append(ranks)
-    requests.tell_ranks(PLAN_ACTION, plans)
+    requests.send_to_ranks(PLAN_ACTION, plans)
 
 
 def join(requests: EngineAdmin, exchange: Exchange, links: Sequence[Mapping[str, Any]]) -> None:
     """Have each rank of all engines connect to the trainer by its link. Raises WeightPushError."""
     engines = range(len(exchange.engines))
-    requests.tell_ranks(
+    requests.send_to_ranks(
         JOIN_ACTION,
         [[{**links[rank], "plan": exchange.name} for rank in exchange.ranks_of(engine)] for engine in engines],
     )
@@ -69,7 +69,7 @@ def run(posts: Sequence["Future[Any]"], work: Callable[[], None]) -> None:
 
 
 def first_failure(posts: Sequence["Future[Any]"]) -> str:
-    """Return the first error with which an engine has answered; "" if there is none so far."""
+    """Return the first error with which an engine has answered; "" if there is none yet."""
     for post in posts:
         if post.done() and isinstance(error := post.exception(), WeightPushError):
             return str(error)

@@ -13,11 +13,12 @@ class Exchange:
     """A plan, and the engines that it is for."""
 
     name: str
-    """No other plan has it: an engine refuses an exchange by another plan than its newest."""
+    """Unique name; an engine accepts exchanges of its newest plan only."""
     engines: tuple[EngineEndpoint, ...]
     rounds: Sequence[Round]
     bucket_holders: Sequence[int]
-    """For each engine rank the process that holds its bucket; see `reshard.plan_rounds`."""
+    """For each engine rank the process that holds its bucket: in `ipc` the trainer rank that carries for it; see
+    `reshard.plan_rounds`."""
 
     def ranks_of(self, engine: int) -> range:
         """Return the indices of an engine's ranks among the ranks of all engines."""
@@ -30,7 +31,7 @@ class Transport(Protocol):
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of the largest buffer that this rank has used for a round."""
+        """Bytes of the larger of this rank's two buffers. A round has one of them for all that it needs."""
 
     def connect(self, exchange: Exchange) -> None:
         """Give the engines their part of the plan and connect to them. All ranks call it.

@@ -44,6 +44,7 @@ class Disk:
                 pass
 
     def close(self) -> None:
+        """Delete the directory."""
         if self._control.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -1,31 +1,34 @@
 """Memory that a trainer rank shares with the engine ranks on its own GPU, or on its machine without GPUs.
 
-For each engine rank one trainer rank is the carrier. Trainer ranks send the carrier its messages in the trainer's own
-process group; the carrier collects a round in a buffer that the engine rank maps (CUDA IPC; shared memory on a CPU),
-and reports it through a connection. Two buffers take turns: the engine reads one while the carrier fills the other. So
-NCCL never sees two ranks on one GPU, and an engine opens memory of its own GPU only.
+For each engine rank one trainer rank is the carrier. Trainer ranks send the carrier its messages in a process group of
+their own; the carrier collects a round in a buffer that the engine ranks next to it map (CUDA IPC; shared memory on a
+CPU), and reports it through a connection. A rank has two buffers: it fills one while engine ranks read the other. The
+messages that it sends to other carriers pass through the same two. So NCCL never sees two ranks on one GPU, and an
+engine opens memory of its own GPU only.
 """
 
 import secrets
-import socket
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arpo_megatron.engine.admin import EngineAdmin
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line
 from arpo_megatron.engine.wire import sharing
 from arpo_megatron.engine.wire.boxes import WeightMessage
-from arpo_megatron.engine.wire.groups import wait_for
+from arpo_megatron.engine.wire.connections import Listener
+from arpo_megatron.engine.wire.groups import PushGroup, wait_for
 from arpo_megatron.engine.wire.staging import Staging
 from arpo_megatron.utils.heartbeat import beat
+from arpo_megatron.utils.stores import rank_store
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.transports import announce
@@ -49,44 +52,45 @@ class Ipc:
         self._local = local
         self._exchange: Exchange | None = None
         self._rounds: list[list[WeightMessage]] = []
+        self._size = 0
+        """Bytes of a buffer: the most that a round of this plan needs."""
+        self._group: PushGroup | None = None
+        """The trainer's ranks; None for a single rank."""
         self._peers: dict[int, _Peer] = {}
         """Engine ranks that this rank carries for."""
         self._staging = Staging(local.device)
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of the largest buffer that this rank has used for a round."""
-        return max([self._staging.largest, *(peer.largest for peer in self._peers.values())])
+        """Bytes of the larger of this rank's two buffers, which hold all that it carries and sends."""
+        return self._staging.largest
 
     def connect(self, exchange: Exchange) -> None:
-        """Have each engine rank connect to its carrier."""
+        """Form the group of trainer ranks, and have each engine rank connect to its carrier."""
         control, rank = self._control, self._control.rank
         self._exchange = exchange
         self._rounds = [
             [each for each in round_ if rank in (each.sender, exchange.bucket_holders[each.receiver])]
             for round_ in exchange.rounds
         ]
+        needed = [sum(each.bytes for each in round_ if self._direct(each) is None) for round_ in self._rounds]
+        self._size = max(needed, default=0)
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
-        if control.ranks > 1:  # NCCL connects in the first operation, which needs every rank; a round may not
-            dist.all_reduce(torch.zeros(1, device=self._local.device))
+        control.raise_first(self._form_group(exchange.name))
         # The connections unpickle what they receive, so both ends prove that they know a key of this push.
         key = control.on_rank_zero(lambda: secrets.token_hex(_KEY_BYTES))
-        entrances = {
-            receiver: _Entrance(key) for receiver, place in enumerate(exchange.bucket_holders) if place == rank
-        }
+        carried = [receiver for receiver, holder in enumerate(exchange.bucket_holders) if holder == rank]
+        listeners = {receiver: Listener(key) for receiver in carried}
         try:
             ports: dict[int, int] = {}
-            for of_rank in control.gather({receiver: each.port for receiver, each in entrances.items()}):
+            for of_rank in control.gather({receiver: each.port for receiver, each in listeners.items()}):
                 ports |= of_rank
             links = [{"kind": "ipc", "port": ports[receiver], "key": key} for receiver in sorted(ports)]
             control.on_rank_zero(lambda: announce.join(self._admin, exchange, links))
-            self._peers = {
-                receiver: _Peer(entrance.connection(), self._local.device, self._admin.timeout_s)
-                for receiver, entrance in entrances.items()
-            }
+            control.raise_first(self._accept(listeners))
         finally:
-            for entrance in entrances.values():
-                entrance.close()
+            for listener in listeners.values():
+                listener.close()
 
     def send(self) -> int:
         """Send this rank's messages, and hand over what arrives for its engine ranks."""
@@ -94,186 +98,175 @@ class Ipc:
             raise AssertionError("connect comes first")
         posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
         try:
-            announce.run(posts, self._run)
+            announce.run(posts, partial(self._run, posts))
+        except WeightPushError:
+            self.close()  # rank 0 may wait for the engine ranks that this rank carries for
+            raise
         finally:
             self._staging.free()
-            for peer in self._peers.values():
-                peer.free()
         return 1
 
     def close(self) -> None:
+        """Leave the group, and close the connections, which ends the engine ranks' part of a push."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
+        if self._group is not None:
+            self._group.leave()
+        self._group = None
 
-    def _run(self) -> None:
-        sizes: dict[int, int] = {}
-        for turn in self._rounds:
-            held: dict[int, int] = {}
-            for message in turn:
-                held[message.receiver] = held.get(message.receiver, 0) + message.bytes
-            sizes |= {receiver: max(size, sizes.get(receiver, 0)) for receiver, size in held.items()}
-        for receiver, peer in self._peers.items():
-            peer.offer(sizes[receiver])
-        works: list[Any] = []
-        filled: set[int] = set()
-        for turn in self._rounds:
+    def _form_group(self, name: str) -> str:
+        """Form the group, which a failed push aborts; return what has failed, or ""."""
+        control, timeout_s = self._control, self._admin.timeout_s
+        if control.ranks == 1:
+            return ""
+        backend = "nccl" if self._local.device.type == "cuda" else "gloo"
+        store = rank_store(control.rank, control.ranks, timedelta(seconds=timeout_s))
+        try:
+            self._group = PushGroup(store, name, control.rank, control.ranks, backend, timeout_s)
+        except RuntimeError as error:
+            return f"joining the weight group: {first_line(error)}"
+        return ""
+
+    def _accept(self, listeners: dict[int, Listener]) -> str:
+        """Take the connections of engine ranks, which have said that they are there; return what has failed, or ""."""
+        timeout_s = self._admin.timeout_s
+        try:
+            self._peers = {
+                receiver: _Peer(listener.connection(timeout_s), timeout_s) for receiver, listener in listeners.items()
+            }
+        except OSError as error:
+            return f"an engine has left the push: {error}"
+        return ""
+
+    def _run(self, posts: Sequence["Future[Any]"]) -> None:
+        who, failed = f"trainer rank {self._control.rank}", partial(announce.first_failure, posts)
+        opened: Any = nullcontext([])
+        if self._group is not None:
+            opened = self._group.opened(who, self._local.device, self._admin.timeout_s, failed)
+        with opened as works:
+            self._exchange_rounds(works)
+
+    def _exchange_rounds(self, works: Sequence[Any]) -> None:
+        """Exchange all rounds. `works`: operations that have been started."""
+        if self._size:
+            buffers = [sharing.shareable(self._size, self._local.device) for _ in range(2)]
+            self._staging.use(buffers)
+            for peer in self._peers.values():
+                peer.offer(buffers)
+        filled: list[Callable[[], None]] = []
+        for round_ in self._rounds:
             beat()
-            started = self._start(turn)  # while the round before it travels
+            started, filling = self._start(round_)  # while the round before it travels
             self._finish(works, filled)
-            works, filled = started, {each.receiver for each in turn} & self._peers.keys()
+            works, filled = started, filling
             if not started:
                 self._finish([], filled)
-                filled = set()
+                filled = []
         self._finish(works, filled)
         for peer in self._peers.values():
             peer.wait_until_read()
-        if broken := [peer.failure for peer in self._peers.values() if peer.failure]:
-            raise OSError(broken[0])
 
-    def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
-        """Fill buffers with this rank's own pieces, and start to exchange the others."""
-        rank, bucket_holders = self._control.rank, self._bucket_holders
-        leaving = [each for each in messages if each.sender == rank and bucket_holders[each.receiver] != rank]
-        direct = {each: self._local.contiguous(each, self._local.device) for each in leaving}
-        self._staging.turn(sum(each.bytes for each, view in direct.items() if view is None))
-        for receiver in {each.receiver for each in messages} & self._peers.keys():
-            self._peers[receiver].turn()
+    def _start(self, messages: Sequence[WeightMessage]) -> tuple[list[Any], list[Callable[[], None]]]:
+        """Fill a buffer with this rank's own pieces, and start to exchange the others.
+
+        Returns:
+            The operations, and what hands the buffer to engine ranks when they have ended.
+        """
+        rank, staging = self._control.rank, self._staging
+        direct = [self._direct(each) for each in messages]
+        staging.switch(sum(each.bytes for each, flat in zip(messages, direct, strict=True) if flat is None))
+        for peer in self._peers.values():
+            peer.wait_until_read(staging.current)
+        starts: dict[int, int] = {}
+        """Where the messages of an engine rank begin. They lie one after the other, as in the plan."""
         ops = []
-        for message in messages:  # in the order of the plan on both sides
-            place = bucket_holders[message.receiver]
-            if place == rank:
-                flat = self._peers[message.receiver].take(message.bytes)
-                if message.sender == rank:
-                    self._local.pack(message, flat)
-                else:
-                    ops.append(dist.P2POp(dist.irecv, flat, message.sender))
-                continue
-            if (whole := direct[message]) is None:
-                whole = self._staging.take(message.bytes)
-                self._local.pack(message, whole)
-            ops.append(dist.P2POp(dist.isend, whole, place))
-        return list(dist.batch_isend_irecv(ops)) if ops else []
+        for message, whole in zip(messages, direct, strict=True):  # in the order of the plan on both sides
+            holder = self._holder(message)
+            if holder == rank:
+                starts.setdefault(message.receiver, staging.used)
+            flat = staging.take(message.bytes) if whole is None else whole
+            if whole is None and message.sender == rank:
+                self._local.pack(message, flat)
+            if message.sender != rank:
+                ops.append(self._operation(dist.irecv, flat, message.sender))
+            elif holder != rank:
+                ops.append(self._operation(dist.isend, flat, holder))
+        filled: list[Callable[[], None]] = [
+            partial(self._peers[each].hand_over, staging.current, start) for each, start in starts.items()
+        ]
+        return list(dist.batch_isend_irecv(ops)) if ops else [], filled
 
-    def _finish(self, works: Sequence[Any], filled: set[int]) -> None:
-        wait_for(works, self._local.device)  # also for this rank's copies: another process reads, on another stream
-        for receiver in filled:
-            self._peers[receiver].hand_over()
+    def _finish(self, works: Sequence[Any], filled: Sequence[Callable[[], None]]) -> None:
+        wait = wait_for if self._group is None else self._group.wait
+        wait(works, self._local.device)  # also for this rank's copies: another process reads, on another stream
+        for hand_over in filled:
+            hand_over()
 
-    @property
-    def _bucket_holders(self) -> Sequence[int]:
+    def _direct(self, message: WeightMessage) -> Tensor | None:
+        """Return the bytes of a message that is sent from its parameter; None: it passes through a buffer."""
+        carried = self._holder(message) == self._control.rank
+        return None if carried else self._local.contiguous(message, self._local.device)
+
+    def _holder(self, message: WeightMessage) -> int:
+        """Return the trainer rank that carries for a message's engine rank."""
         if self._exchange is None:
             raise AssertionError("connect comes first")
-        return self._exchange.bucket_holders
+        return self._exchange.bucket_holders[message.receiver]
+
+    def _operation(self, kind: Any, flat: Tensor, rank: int) -> dist.P2POp:
+        """Return an operation with another trainer rank."""
+        if self._group is None:
+            raise AssertionError("a rank without a group has no message for others")
+        return dist.P2POp(kind, flat, group=self._group.group, group_peer=rank)
 
 
 class _Peer:
-    """An engine rank that this rank carries for: its connection and two shared buffers.
+    """An engine rank that this rank carries for. Every method raises OSError if it has left the push.
 
-    After a failure it takes bytes and hands nothing over, so that the other trainer ranks can finish.
+    Args:
+        connection: to the engine rank.
+        timeout_s: deadline of the engine rank's part of a push.
     """
 
-    def __init__(self, connection: Connection, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection = connection
-        self._device = device
         self._timeout_s = timeout_s
-        self._buffers: list[Tensor] = []
-        self._used = 0
-        self._filling = False
-        """Whether the present buffer is not handed over so far."""
-        self._unread = 0
-        """Buffers that were handed over and not read so far."""
-        self.failure = ""
-        self.largest = 0
-        """Bytes of the largest buffer so far."""
+        self._deadline = 0.0
+        self._unread: deque[int] = deque()
+        """Buffers, 0 or 1, that were handed over and not read yet, in that order."""
 
-    def offer(self, size: int) -> None:
-        """Make the buffers of a push and show them to the engine."""
-        self._buffers = [sharing.shareable(size, self._device) for _ in range(2)]
-        self.largest = max(self.largest, size)
-        self._unread, self._filling = 0, False
-        for buffer in self._buffers:
-            self._do(partial(sharing.offer, self._connection, buffer))
+    def offer(self, buffers: Sequence[Tensor]) -> None:
+        """Show the two buffers of a push to the engine."""
+        self._deadline = time.monotonic() + self._timeout_s
+        with _named():
+            for buffer in buffers:
+                sharing.offer(self._connection, buffer)
 
-    def turn(self) -> None:
-        """Switch to the other buffer, after the engine has read what it held."""
-        while self._unread > (0 if self._filling else 1):
-            self._wait_for_answer()
-        self._buffers.reverse()
-        self._used, self._filling = 0, True
+    def hand_over(self, buffer: int, start: int) -> None:
+        """Let the engine read its messages of a round, which begin at byte `start` of a buffer."""
+        with _named():
+            self._connection.send((buffer, start))
+        self._unread.append(buffer)
 
-    def take(self, size: int) -> Tensor:
-        """Return the next uint8[size] of the buffer."""
-        self._used += size
-        return self._buffers[0][self._used - size : self._used]
-
-    def hand_over(self) -> None:
-        """Let the engine read the oldest buffer that it has not been given."""
-        self._do(partial(self._connection.send_bytes, b"filled"))
-        self._unread += 1
-
-    def wait_until_read(self) -> None:
-        """Wait until the engine has read everything."""
-        while self._unread:
-            self._wait_for_answer()
-
-    def free(self) -> None:
-        """Free the buffers for training."""
-        self._buffers = []
+    def wait_until_read(self, buffer: int | None = None) -> None:
+        """Wait until the engine has read a buffer; None: both."""
+        while self._unread if buffer is None else buffer in self._unread:
+            with _named():
+                if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
+                    raise OSError(f"no answer for {self._timeout_s:g} s")
+                self._connection.recv_bytes()
+            self._unread.popleft()
 
     def close(self) -> None:
         """Close the connection, which ends the engine's part of a push."""
-        self.free()
         self._connection.close()
 
-    def _wait_for_answer(self) -> None:
-        def answer() -> None:
-            if not self._connection.poll(self._timeout_s):
-                raise OSError(f"no answer for {self._timeout_s:g} s")
-            self._connection.recv_bytes()
 
-        self._do(answer)
-        self._unread -= 1
-
-    def _do(self, work: Callable[[], object]) -> None:
-        """Do it unless something has failed before; note the first failure."""
-        if self.failure:
-            return
-        try:
-            work()
-        except (OSError, EOFError) as error:
-            self.failure = f"an engine has left the push: {error or 'its connection is closed'}"
-
-
-class _Entrance:
-    """Accepts one connection in a thread."""
-
-    def __init__(self, key: str) -> None:
-        self._listener = Listener(("127.0.0.1", 0), authkey=key.encode())
-        self._closing = False
-        self._found: list[Connection] = []
-        self._thread = threading.Thread(target=self._accept, name="weight-entrance", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """TCP port on the loopback address."""
-        return int(self._listener.address[1])
-
-    def connection(self) -> Connection:
-        """Return the connection of the engine rank, which has announced that it is there."""
-        self._thread.join()
-        return self._found[0]
-
-    def close(self) -> None:
-        """Stop to listen. A connection that has been accepted stays open."""
-        self._closing = True
-        if self._thread.is_alive():
-            socket.create_connection(self._listener.address).close()  # wakes the thread
-            self._thread.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._found and not self._closing:
-            with suppress(AuthenticationError, EOFError, OSError):  # a stranger
-                self._found.append(self._listener.accept())
+@contextmanager
+def _named() -> Iterator[None]:
+    """Say in an error of a connection whose it is."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise OSError(f"an engine has left the push: {str(error) or 'its connection is closed'}") from error

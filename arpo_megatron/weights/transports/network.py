@@ -1,6 +1,5 @@
 """Point-to-point messages in a process group of all trainer ranks and all engine ranks."""
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -12,11 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line, local_address
-from arpo_megatron.engine.wire import groups
 from arpo_megatron.engine.wire.boxes import WeightMessage
-from arpo_megatron.engine.wire.groups import FAILED_KEY, wait_for
+from arpo_megatron.engine.wire.groups import PushGroup
 from arpo_megatron.engine.wire.staging import Staging
-from arpo_megatron.engine.wire.watchdog import Watchdog
 from arpo_megatron.utils.heartbeat import beat
 from arpo_megatron.utils.stores import listen
 from arpo_megatron.weights.control import Control
@@ -42,16 +39,13 @@ class Network:
         self._backend = backend
         self._exchange: Exchange | None = None
         self._rounds: list[list[WeightMessage]] = []
-        self._group: Any = None
+        self._group: PushGroup | None = None
         self._store: Any = None
-        self._members = 0
-        self._met = False
-        """Whether all members have used the group."""
         self._staging = Staging(torch.device("cpu") if backend == "gloo" else local.device)
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of the largest buffer that this rank has used for a round."""
+        """Bytes of the larger of this rank's two buffers."""
         return self._staging.largest
 
     def connect(self, exchange: Exchange) -> None:
@@ -61,15 +55,12 @@ class Network:
         self._rounds = [[message for message in turn if message.sender == rank] for turn in exchange.rounds]
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
         members = control.ranks + len(exchange.bucket_holders)
-        self._members, self._met = members, False
         timeout = timedelta(seconds=self._admin.timeout_s)
 
         def open_store() -> dict[str, Any]:
             address = local_address(exchange.engines[0].url)
             self._store = listen(address, 0, members, timeout)
-            # A new name avoids the group that a crashed trainer left.
-            name = f"arpo-weights-{time.time_ns()}"
-            where = {"kind": "network", "address": address, "port": self._store.port, "name": name}
+            where = {"kind": "network", "address": address, "port": self._store.port, "name": exchange.name}
             return where | {"members": members, "backend": self._backend, "timeout_s": self._admin.timeout_s}
 
         link = control.on_rank_zero(open_store)
@@ -80,7 +71,7 @@ class Network:
             try:
                 if rank:
                     self._store = TCPStore(link["address"], link["port"], members, is_master=False, timeout=timeout)
-                self._group = groups.join(self._store, link["name"], rank, members, self._backend, timeout)
+                self._group = PushGroup(self._store, link["name"], rank, members, self._backend, self._admin.timeout_s)
             except RuntimeError as error:
                 failure = f"joining the weight group: {first_line(error)}"
                 self._store = None  # an engine that still waits for members sees its end
@@ -89,16 +80,17 @@ class Network:
                 answer.result()
         except WeightPushError as error:
             failure = str(error)
-        if failures := [each for each in control.gather(failure) if each]:
-            raise WeightPushError(failures[0])
+        control.raise_first(failure)
 
     def send(self) -> int:
         """Send this rank's messages, round by round."""
         if self._exchange is None:
             raise AssertionError("connect comes first")
         posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
-        announce.run(posts, partial(self._run, posts))
-        self._staging.free()
+        try:
+            announce.run(posts, partial(self._run, posts))
+        finally:
+            self._staging.free()
         return 1
 
     def close(self) -> None:
@@ -106,36 +98,36 @@ class Network:
         self._staging.free()
         self._store = None
         if self._group is not None:
-            groups.leave(self._group)
+            self._group.leave()
         self._group = None
 
     def _run(self, posts: Sequence["Future[Any]"]) -> None:
-        def failed() -> str:
-            if reason := announce.first_failure(posts):
-                self._store.set(FAILED_KEY, reason)
-            return self._store.get(FAILED_KEY).decode() if self._store.check([FAILED_KEY]) else ""
-
-        if not self._met:
-            groups.meet(self._store, self._members, self._admin.timeout_s, failed)
-            self._met = True
-        with Watchdog(self._group.abort, self._admin.timeout_s, failed):
-            works = [dist.all_reduce(torch.zeros(1, device=self._staging.device), group=self._group, async_op=True)]
+        group, device = self._joined, self._staging.device
+        who, failed = f"trainer rank {self._control.rank}", partial(announce.first_failure, posts)
+        with group.opened(who, device, self._admin.timeout_s, failed) as connecting:
+            works = connecting
             for messages in self._rounds:
                 beat()
                 started = self._start(messages)
-                wait_for(works, self._staging.device)
+                group.wait(works, device)
                 works = started
-            wait_for(works, self._staging.device)
+            group.wait(works, device)
 
     def _start(self, messages: Sequence[WeightMessage]) -> list[Any]:
         """Start to send one round's messages; what is not contiguous is copied first."""
         direct = [self._local.contiguous(message, self._staging.device) for message in messages]
-        self._staging.turn(sum(m.bytes for m, flat in zip(messages, direct, strict=True) if flat is None))
-        ops = []
+        self._staging.switch(sum(m.bytes for m, flat in zip(messages, direct, strict=True) if flat is None))
+        group, ops = self._joined.group, []
         for message, whole in zip(messages, direct, strict=True):
             flat = self._staging.take(message.bytes) if whole is None else whole
             if whole is None:
                 self._local.pack(message, flat)
             peer = self._control.ranks + message.receiver
-            ops.append(dist.P2POp(dist.isend, flat, group=self._group, group_peer=peer))
+            ops.append(dist.P2POp(dist.isend, flat, group=group, group_peer=peer))
         return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    @property
+    def _joined(self) -> PushGroup:
+        if self._group is None:
+            raise AssertionError("connect comes first")
+        return self._group
