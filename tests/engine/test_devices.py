@@ -15,7 +15,7 @@ APART = ["unshare", "--map-root-user", "--mount"]
 
 
 def test_processes_with_their_own_tmp_share_no_memory() -> None:
-    """As containers on one machine: torch's shared memory is reached by a socket in /tmp."""
+    """Containers on one machine are like that: torch's shared memory is reached by a socket in /tmp."""
     own = device_name(torch.device("cpu"))
     beside = subprocess.run([sys.executable, "-c", NAME], capture_output=True, text=True, check=True).stdout.strip()
     assert beside == own

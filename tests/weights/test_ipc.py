@@ -208,7 +208,7 @@ def push_with_a_failure(who: str) -> None:
 
 @pytest.mark.parametrize("who", ["trainer rank 0", "trainer rank 3", "engine"])
 def test_failure_of_one_rank_ends_the_push_on_all_and_the_next_push_succeeds(who: str) -> None:
-    """A carrier, a rank that only sends, and an engine rank; gloo blocks here as NCCL does: nobody has gone."""
+    """A carrier, a rank that only sends, and an engine rank; gloo blocks here as NCCL does: no one has gone."""
     run_ranks(push_with_a_failure, who, ranks=4, timeout_s=25)
 
 

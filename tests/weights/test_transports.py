@@ -45,7 +45,7 @@ def test_handle_is_opened_on_the_receivers_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_stranger_does_not_get_a_connection() -> None:
     listener = connections.Listener("the key")
-    with socket.create_connection(("127.0.0.1", listener.port)):  # and says nothing
+    with socket.create_connection(("127.0.0.1", listener.port)):  # and sends nothing
         with pytest.raises((AuthenticationError, EOFError, OSError)):
             connections.connect(listener.port, "another key")
         mine = connections.connect(listener.port, "the key")

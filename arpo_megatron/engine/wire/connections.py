@@ -1,7 +1,7 @@
 """Connections between two processes of a machine, each of which proves that it knows a key.
 
 Both ends unpickle what they receive. `multiprocessing` has the proof; here it also has a deadline, so that neither end
-waits for a process that connects, or listens, and says nothing.
+waits for a process that connects, or listens, and sends nothing.
 """
 
 import multiprocessing.connection as mp

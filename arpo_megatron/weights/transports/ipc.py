@@ -129,7 +129,7 @@ class Ipc:
         return ""
 
     def _accept(self, listeners: dict[int, Listener]) -> str:
-        """Take the connections of engine ranks, which have said that they are there; return what has failed, or ""."""
+        """Take the connections of engine ranks, which have announced themselves; return what has failed, or ""."""
         timeout_s = self._admin.timeout_s
         try:
             self._peers = {
