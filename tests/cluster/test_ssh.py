@@ -19,11 +19,13 @@ from tests.cluster import sshd
 from tests.faults import small_disk
 from tests.view.stored_run import make_run
 
-pytestmark = pytest.mark.skipif(not Path(sshd.SSHD).exists(), reason="no sshd; `make test-all` installs one")
-
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[sshd.Sshd]:
+def server(pytestconfig: pytest.Config) -> Iterator[sshd.Sshd]:
+    if pytestconfig.getoption("--campaigns") and (why := sshd.install()):
+        pytest.skip(why)
+    if not Path(sshd.SSHD).exists():
+        pytest.skip("no sshd; `make campaigns` installs one")
     with sshd.sshd() as started:
         yield started
 
