@@ -7,7 +7,6 @@ address of the machine without authentication; these stores do not.
 import os
 import socket
 from datetime import timedelta
-from functools import cache
 from itertools import count
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -15,6 +14,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from arpo_megatron.utils.processes import STORE_FILE
 
 _groups = count()
+_stores: dict[tuple[int, int], Store] = {}
 
 
 def listen(address: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -51,10 +51,13 @@ def rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     return PrefixStore(str(next(_groups)), _launcher_store(rank, world_size, timeout))
 
 
-@cache
 def _launcher_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    if path := os.environ.get(STORE_FILE):
-        store = FileStore(path, world_size)
-        store.set_timeout(timeout)
-        return store
-    return tcp_store(rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
+    """Return the store of the launcher's ranks, which has the first group's timeout: two cannot listen at one port."""
+    if (rank, world_size) not in _stores:
+        if path := os.environ.get(STORE_FILE):
+            _stores[rank, world_size] = FileStore(path, world_size)
+            _stores[rank, world_size].set_timeout(timeout)
+        else:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            _stores[rank, world_size] = tcp_store(rank, world_size, address, port, timeout)
+    return _stores[rank, world_size]
