@@ -258,8 +258,7 @@ class WeightSync:
             loads = self._transport.send()
         except WeightPushError as error:
             failure = str(error)
-        if failures := [each for each in self._control.gather(failure) if each]:
-            raise WeightPushError(failures[0])
+        self._control.raise_first(failure)
         return loads
 
     def _verify(self) -> tuple[str, ...]:

@@ -2,10 +2,8 @@
 
 import json
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from tests.e2e.jobs import ARPO, SHORT, TASKS, Start, quickstart, rows_of, wait_for
 from tests.monitor.test_metrics import events_of, records_of
 from tests.tools_sandbox.helpers.services import wait_until
+from tests.webhook import receiver
 
 pytestmark = [pytest.mark.timeout(1600), pytest.mark.slow_campaign]
 
@@ -22,19 +21,9 @@ VARIABLE = "ARPO_TEST_WEBHOOK"
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    received: list[dict[str, Any]] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv(VARIABLE, f"http://127.0.0.1:{server.server_port}/hook")
+    with receiver() as (address, received):
+        monkeypatch.setenv(VARIABLE, address)
         yield received
-        server.shutdown()
 
 
 def closed(run: Path) -> int:

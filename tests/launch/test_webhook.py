@@ -1,10 +1,7 @@
 """A job posts its news to the address in a variable, and an address that fails delays nothing."""
 
-import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +17,16 @@ from arpo_megatron.launch.webhook import news_of
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.utils.processes import ProcessDiedError
 from arpo_megatron.utils.signals import Interrupted
+from tests.webhook import receiver
 
 VARIABLE = "ARPO_TEST_WEBHOOK"
 
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    received: list[dict[str, Any]] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_arguments: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv(VARIABLE, f"http://127.0.0.1:{server.server_port}/hook")
+    with receiver() as (address, received):
+        monkeypatch.setenv(VARIABLE, address)
         yield received
-        server.shutdown()
 
 
 def make_job(path: Path) -> Job:
