@@ -253,7 +253,7 @@ class SlurmBackend:
         if not Path.cwd().is_relative_to(self.run.path):
             places.append(Path.cwd())
         mounts = [*self.profile.mounts, *(f"{path}:{path}" for path in places)]
-        # pyxis unpacks the image once for a name: the first step does it on every node, and later steps use that.
+        # pyxis unpacks the image once for a name: the step `image` does it on every node, and later steps use that.
         # Without `no_exec` a step would join the namespaces of one that runs, or that ends at this moment, and its
         # mounts would be ignored. The image's ENV would win over variables that are not named here.
         names = sorted({*OWN_VARIABLES, *self.profile.environment, *self.profile.secrets})

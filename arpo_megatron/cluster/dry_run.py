@@ -23,7 +23,8 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
         most = max((_services_of(submission, node) for node in range(1, layout.nodes)), default=0)
         yield f"ports: {_OTHERS + router + _services_of(submission, 0)} on node 0, at most {most} on another"
         together = engines + layout.tool_services + 2 + (engines > 1)
-        yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after doctor and prepare"
+        before = "doctor and prepare" if submission.profile.container is None else "image, doctor and prepare"
+        yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after {before}"
     every = interval_s(config.parallel.collective_timeout_s)
     yield f"files: {ranks + _METADATA} per checkpoint; {ranks} heartbeats every {every:.0f} s"
     if submission.forecast is not None and not config.sft_only:

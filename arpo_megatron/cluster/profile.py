@@ -106,9 +106,10 @@ class ClusterProfile:
     requeue: bool = True
     """Requeue the job when its time is up or when it is preempted. It continues from its newest checkpoint."""
     restarts: NonNegative = 0
-    """How often a job whose processes failed or hang (`parallel.collective_timeout_s`) is requeued, without the guilty
-    node if the partition can spare it. It ends earlier if no checkpoint was gained since the last restart, and for
-    errors that need a change."""
+    """How often a job is requeued after a process failed or hung (`parallel.collective_timeout_s`), or a node was lost
+    or failed a check that others pass; without that node if the partition can spare it. No restart follows an error
+    that needs a change, or a failure without a new checkpoint since the last restart. 0: only after a lost node,
+    without a limit."""
     python: Path | None = None
     """Python with this package on the nodes, outside containers. The supervisor runs in it, without torch or a GPU.
     None: the Python that runs `arpo submit`."""

@@ -352,9 +352,8 @@ def _requeue(job_id: str, otherwise: int, excluded: Sequence[str] = ()) -> int:
         otherwise: exit code of the job, which is returned if Slurm refuses.
         excluded: nodes on which it must not start again.
     """
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # only a waiting job can exclude nodes, so this comes after the request
+    # Only a waiting job can exclude nodes, so this process does it after the requeue, and must outlive Slurm's TERM.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     report(StoppedError("requeueing the job"), 0)
     try:
         slurm.call("scontrol", "requeue", job_id)
