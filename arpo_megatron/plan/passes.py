@@ -158,8 +158,7 @@ def layer_traffic(config: JobConfig, spec: ModelSpec) -> dict[str, tuple[float, 
     tokens = 1 / parallel.context
     found = {}
     if parallel.tensor > 1:
-        share = 2 * (parallel.tensor - 1) / parallel.tensor
-        found["tensor"] = 2 * share * spec.hidden * value * tokens, parallel.tensor
+        found["tensor"] = all_reduces(config, spec, parallel.tensor) * tokens, parallel.tensor
     if parallel.context > 1:
         keys = 2 * spec.kv_heads * spec.head_dim / parallel.tensor * value
         found["context"] = keys * (1 - tokens), parallel.tensor * parallel.context
@@ -168,3 +167,8 @@ def layer_traffic(config: JobConfig, spec: ModelSpec) -> dict[str, tuple[float, 
         sent = spec.experts.top_k * spec.hidden * value * tokens / parallel.tensor
         found["expert"] = 2 * away * sent, parallel.expert
     return found
+
+
+def all_reduces(config: JobConfig, spec: ModelSpec, ranks: int) -> float:
+    """Return the bytes that one of `ranks` tensor-parallel ranks sends per token and layer in a forward pass."""
+    return 2 * 2 * (ranks - 1) / ranks * spec.hidden * value_bytes(config)

@@ -208,8 +208,7 @@ def push_seconds(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> floa
     GPU. With `disk` the weights are written once, and every engine reads them.
     """
     if config.sync.transport == "disk":
-        size = whole_model(spec).total * value_bytes(config)
-        return PUSH_OVERHEAD_S + (1 + config.engine.replicas) * size / hardware.filesystem
+        return PUSH_OVERHEAD_S + file_push_traffic(config, spec) / hardware.filesystem
     busiest = push_traffic(config, spec)
     if colocated(config) and config.sync.transport == "network":
         return PUSH_OVERHEAD_S + busiest / GLOO_SPEED
@@ -221,6 +220,11 @@ def push_traffic(config: JobConfig, spec: ModelSpec) -> float:
     """Return the bytes of a push through the busiest GPU: it receives a shard, or sends its part of all shards."""
     shard = engine_weights(config, spec)  # FP8 engines receive FP8
     return max(shard, shard * config.engine.tensor * config.engine.replicas / config.parallel.world_size)
+
+
+def file_push_traffic(config: JobConfig, spec: ModelSpec) -> float:
+    """Return the bytes of a push with `sync.transport=disk`: one write of the weights, and a read by every engine."""
+    return (1 + config.engine.replicas) * whole_model(spec).total * value_bytes(config)
 
 
 def push_is_near(config: JobConfig, hardware: Hardware) -> bool:
