@@ -3,6 +3,8 @@
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ import torch
 from arpo_megatron.algorithms.advantages.group import group_advantages
 from arpo_megatron.algorithms.credit import tree_credits
 from arpo_megatron.errors import UserError
+from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.studies.information import report
 from arpo_megatron.studies.information.directional import DirectionalModel
 from arpo_megatron.studies.information.report import figures, ratio, trees_needed
 from arpo_megatron.studies.information.samples import CREDITS, TreeSample
-from arpo_megatron.studies.information.sampling import SamplingPlan
-from arpo_megatron.tree import Role, RolloutTree
+from arpo_megatron.studies.information.sampling import ARMS, SamplingPlan, _Sampler, read_direction, read_samples
+from arpo_megatron.tasks.base import Task
+from arpo_megatron.tree import BranchRecord, Role, RolloutTree
 from tests.models import tiny_models
 
 
@@ -184,3 +188,65 @@ def test_page_names_arms_with_trees_and_a_study_without_grpo_is_a_user_error(tmp
 def test_study_without_a_policy_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path"):
         SamplingPlan.create("trails", [], tmp_path)
+
+
+class FakeServices:
+    """Rollouts, scorer and model at once: grows a tree per task, except of one task, and notes what it grew."""
+
+    def __init__(self) -> None:
+        self.grown: list[tuple[str, int]] = []
+        self.rates: list[float | None] = []
+        self.parameters = [torch.zeros(3)]
+
+    def grow_trees(self, tasks: list[Task], *, step: int, settings: Any, **_others: Any) -> Any:
+        self.grown += [(task.id, step) for task in tasks]
+        self.rates.append(settings.branching.params.get("fork_rate"))
+        trees = []
+        for task in tasks:
+            tree = RolloutTree(task.id, [1], step=step)
+            record = BranchRecord(dH=0.0, probability=0.25, draw=0.5, why="draw")
+            tree.add(0, Role.MODEL, [2], branch=record if settings.branching.branching == "arpo" else None)
+            trees.append(tree)
+        failed = [SimpleNamespace(reason="no answer") for tree in trees if tree.task_id == "3"]
+        return SimpleNamespace(trees=[tree for tree in trees if tree.task_id != "3"], failed=failed)
+
+    def score(self, trees: list[RolloutTree], tasks: list[Task], *, step: int) -> list[ScoredTree]:
+        assert [tree.task_id for tree in trees] == [task.id for task in tasks]
+        ones = np.ones(1)
+        return [ScoredTree(task, tree, ones, ones, ones > 0) for tree, task in zip(trees, tasks, strict=True)]
+
+    def add_gradient(self, _tree: RolloutTree, rewards: np.ndarray) -> None:
+        self.gradient = torch.from_numpy(rewards).repeat(3)
+
+    def take_gradient(self) -> torch.Tensor:
+        return self.gradient
+
+    def derivatives(self, trees: list[RolloutTree], _direction: torch.Tensor) -> list[np.ndarray]:
+        return [np.zeros(len(tree.segments)) for tree in trees]
+
+
+def test_interrupted_sampling_continues_and_no_tree_has_the_draws_of_another(tmp_path: Path) -> None:
+    """20 trees of each arm and 10 of the reference, in two calls. Draws depend on task and step."""
+    tasks = [Task(str(number), (), "answer", "qa", "prompt") for number in range(30)]
+    grown, rates = [], []
+    for _ in range(2):
+        services: Any = FakeServices()
+        plan = SamplingPlan.create("trails", [f"model.path={tmp_path}"], tmp_path)
+        sampler = _Sampler(plan, services, services, services, tasks, lambda: None, lambda _text: None)
+        sampler.find_direction(10)
+        for _ in range(len(ARMS)):
+            if (arm := sampler.next_arm(20)) is not None:
+                sampler.grow_arm(arm, 20)
+        grown += services.grown
+        rates += services.rates
+    assert sampler.next_arm(20) is None
+    assert len(set(grown)) == len(grown) == 10 + 20 * len(ARMS)
+    reference, arms = ({task for task, step in grown if (step == len(ARMS)) == is_reference} for is_reference in (1, 0))
+    assert (len(reference), len(arms)) == (10, 20)
+    assert not reference & arms
+    assert {rate for rate in rates if rate is not None} == {0.25}, "random forks at the mean chance of arpo's points"
+    for arm in ARMS:
+        found, failed = read_samples(plan.samples(arm))
+        assert ([sample.task for sample in found], failed) == ([str(n) for n in range(20) if n != 3], 1)
+    (first, second), count = read_direction(plan.direction)
+    assert (first.tolist(), second.tolist(), count) == ([5.0] * 3, [5.0] * 3, 10)

@@ -33,7 +33,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     GRPO: ("algorithm.name=grpo",),
     ARPO: ("algorithm.name=arpo",),
     "arpo_reserved": ("algorithm.name=arpo", "algorithm.fork_budget=reserved"),
-    "arpo_reference": ("algorithm.name=arpo_reference",),
+    "arpo_released": ("algorithm.name=arpo_released",),
     RANDOM: ("algorithm.name=random",),
 }
 """Overrides of each arm. `random` forks at the mean chance of the fork points that `arpo` has met so far."""
@@ -91,14 +91,14 @@ def sample(plan: SamplingPlan, *, direction_trees: int, trees: int, note: Callab
     Args:
         plan: the study.
         direction_trees: trees of the reference sample; GRPO on other tasks than those of the arms.
-        trees: trees per arm.
+        trees: trees per arm, one per task.
         note: called with the progress.
 
     Raises:
-        UserError: an input is missing, or `out` belongs to another config.
+        UserError: an input is missing, there are too few tasks, or `out` belongs to another config.
         ProcessDiedError: a service died.
     """
-    with _Sampler.open(plan, note) as sampler:
+    with _Sampler.open(plan, direction_trees + trees, note) as sampler:
         sampler.find_direction(direction_trees)
         while (arm := sampler.next_arm(trees)) is not None:
             sampler.grow_arm(arm, trees)
@@ -118,8 +118,8 @@ class _Sampler:
 
     @classmethod
     @contextmanager
-    def open(cls, plan: SamplingPlan, note: Callable[[str], None]) -> "Iterator[_Sampler]":
-        """Start the services of the study."""
+    def open(cls, plan: SamplingPlan, wanted: int, note: Callable[[str], None]) -> "Iterator[_Sampler]":
+        """Start the services of the study, which needs `wanted` tasks."""
         config, model = plan.config, plan.config.model.path
         assert model is not None  # `SamplingPlan.create` has checked it
         started = RunDirectory(plan.out.absolute() / "run").config.exists()
@@ -128,6 +128,11 @@ class _Sampler:
             tokenizer = load_tokenizer(model)
             data, prompt = load_data(config, tokenizer), config.rollout.system_prompt
             tasks = with_tool_prompts(data.train, config, job.run, tokenizer, prompt)
+            if len(tasks) < wanted:
+                raise UserError(
+                    f"--trees and --direction-trees need {wanted} tasks, but the data have {len(tasks)}: lower them or "
+                    "raise data.tasks"
+                )
             protocol = reading_protocol(config.rollout)
             reward = make_reward(
                 config.reward, max_response_tokens=config.rollout.max_response_tokens, protocol=protocol
@@ -147,12 +152,12 @@ class _Sampler:
         if done < count and any(self.plan.samples(arm).exists() for arm in ARMS):
             raise UserError(f"trees were sampled along a direction of {done} trees: keep --direction-trees {done}")
         while done < count:
-            numbers = range(done, min(count, done + _CHUNK))
-            scored, failed = self._grow(self.plan.algorithms[GRPO], [-1 - number for number in numbers])
+            tasks = self.tasks[::-1][done : min(count, done + _CHUNK)]
+            scored, failed = self._grow(self.plan.algorithms[GRPO], tasks, step=len(ARMS))
             for place, tree in enumerate(scored):
                 self.model.add_gradient(tree.tree, tree.rewards)
                 halves[place % 2] += self.model.take_gradient().numpy()
-            done = numbers.stop
+            done += len(tasks)
             with atomic_write(path) as partial, partial.open("wb") as file:
                 np.savez(file, first=halves[0], second=halves[1], trees=done)
             self.note(f"direction: {done} of {count} trees{f', {len(failed)} failed' if failed else ''}")
@@ -168,29 +173,32 @@ class _Sampler:
         import torch
 
         done = self._done(arm)
-        numbers = range(done, min(count, done + _CHUNK))
+        tasks = self.tasks[done : min(count, done + _CHUNK)]
         algorithm = self.plan.algorithms[arm]
         if arm == RANDOM:
             chances = [chance for tree in read_samples(self.plan.samples(ARPO))[0] for chance in tree.chances]
             algorithm = replace(algorithm, params={**algorithm.params, "fork_rate": float(np.mean(chances))})
-        scored, failed = self._grow(algorithm, numbers)
+        scored, failed = self._grow(algorithm, tasks, step=list(ARMS).index(arm))
         halves, _ = read_direction(self.plan.direction)
         direction = torch.from_numpy(halves[0] + halves[1])
         derivatives = self.model.derivatives([each.tree for each in scored], direction / direction.norm())
         lines = [TreeSample.of(each.tree, each.rewards, own) for each, own in zip(scored, derivatives, strict=True)]
         rows = [*(each.line() for each in lines), *(json.dumps({"failed": reason}) for reason in failed)]
         append_line(self.plan.samples(arm), "\n".join(rows))
-        self.note(f"{arm}: {numbers.stop} of {count} trees{f', {len(failed)} failed' if failed else ''}")
+        self.note(f"{arm}: {done + len(tasks)} of {count} trees{f', {len(failed)} failed' if failed else ''}")
 
     def _done(self, arm: str) -> int:
         samples, failed = read_samples(self.plan.samples(arm))
         return len(samples) + failed
 
-    def _grow(self, algorithm: AlgorithmConfig, numbers: Sequence[int]) -> tuple[list[ScoredTree], list[str]]:
-        """Grow the trees with these numbers, whole trees only; return why the others failed, too."""
+    def _grow(
+        self, algorithm: AlgorithmConfig, tasks: Sequence[Task], *, step: int
+    ) -> tuple[list[ScoredTree], list[str]]:
+        """Grow a tree of each task, and keep whole ones only; return why the others failed, too.
+
+        Draws and sampling seeds depend on task and step. Each arm has its own step, so that arms share no draws.
+        """
         settings = replace(RolloutSettings.training(self.plan.config), branching=algorithm)
-        tasks = [self.tasks[number % len(self.tasks)] for number in numbers]
-        step = abs(numbers[0]) // len(self.tasks)
         report = self.rollouts.grow_trees(
             tasks, step=step, version=0, settings=settings, progress=lambda _progress: self.check()
         )
