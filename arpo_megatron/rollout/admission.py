@@ -243,6 +243,7 @@ class KvAdmission:
                 path.cached = 0
 
     def figures(self) -> AdmissionFigures:
+        """Return the figures of all trees and engines."""
         paths = [path for tree in self._trees.values() for path in tree.paths.values()]
         idle = [tree for tree in self._trees.values() if not tree.reserved]
         return AdmissionFigures(
@@ -267,7 +268,8 @@ class KvAdmission:
     def _admit(self, engine: AdmittingEngine, path: PathId) -> bool:
         """Make a path resident if there is room for it, or nothing else is resident; return whether it is."""
         free = self._free(engine)
-        if engine.refused is not None and engine.refused[0] == path and free <= engine.refused[1]:
+        refused = engine.refused is not None and engine.refused[0] == path and free <= engine.refused[1]
+        if refused and engine.reserved:
             return False
         tree = self._trees[path[0]]
         asking, before = tree.paths[path[1]], engine.reserved

@@ -119,6 +119,7 @@ class AdmissionGate:
         self.admission.flushed()
 
     def figures(self) -> AdmissionFigures:
+        """Return the figures of all trees and engines."""
         return self.admission.figures()
 
     def grant(self) -> None:

@@ -67,6 +67,24 @@ def test_path_larger_than_the_pool_runs_alone() -> None:
     assert granted(found) == [(1, (0,))]
 
 
+def test_path_that_was_refused_runs_once_nothing_else_does() -> None:
+    """Also if the margin has shrunk meanwhile, so that there is less room than when it was refused."""
+    found = KvAdmission([EngineCapacity(1000, 8)])
+    for tree, prompt in enumerate((20, 1500)):
+        found.add_tree(tree, prompt, 80)
+        found.add_path(tree, (0,), None, prompt)
+        found.ask(tree, (0,), prompt)
+    assert granted(found) == [(0, (0,))]
+    for _ in range(9):
+        found.answered(0, 0, (0,), 60, 0)
+        found.ask(0, (0,), 60)
+        assert granted(found) == [(0, (0,))]
+    assert found.figures().margin < 0.9
+    found.answered(0, 0, (0,), 60, 59)
+    found.end(0, (0,))
+    assert granted(found) == [(1, (0,))]
+
+
 def test_sibling_with_cached_ancestors_comes_before_a_younger_tree() -> None:
     found = admission(EngineCapacity(900, 8), trees=2, paths=2)
     assert granted(found) == [(0, (0,)), (0, (1,))]
