@@ -177,7 +177,7 @@ class TreePool:
 
     async def stop(self, purpose: str) -> RolloutReport:
         """Stop all trees of one purpose that were not collected, and abort their engine requests."""
-        queue = self._queues.pop(purpose)
+        queue = self._queues[purpose]
         await self.pause()
         await _cancel(queue.trees)
         for tree in queue.trees:

@@ -34,6 +34,7 @@ from arpo_megatron.tasks.base import Task
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, SEED, arpo
 from tests.rollout.prefix_cache import PrefixCache
+from tools_sandbox.client import SandboxUnavailable, ToolAnswer
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
 
@@ -177,6 +178,44 @@ def test_push_recomputes_each_token_once(scripted_engine: Start, common: int) ->
     assert len({segment.policy_version for tree in report.trees for segment in tree.segments}) > 2
     assert len(engine.excess) >= 3
     assert max(engine.excess) <= 0
+
+
+class FailsFirst(SimulatedTools):
+    """Tools whose first call fails."""
+
+    failed = False
+
+    async def call(self, *arguments: Any, **options: Any) -> ToolAnswer:
+        if not self.failed:
+            self.failed = True
+            raise SandboxUnavailable("HTTP 503")
+        return await super().call(*arguments, **options)
+
+
+def test_shares_of_answered_calls_are_those_of_several_reports_also_after_a_stop(scripted_engine: Start) -> None:
+    """A stop is how a step gives up the surplus of `rollout.oversampling`."""
+    engine = scripted_engine(ScriptedEngine(lambda text: "<python>1</python>" if "result" not in text else "</answer>"))
+
+    async def run() -> list[RolloutReport]:
+        async with EngineClient(engine.url) as client:
+            pool = new_pool(client, FailsFirst(0.0, lambda _r: 1.0), CODEC, GrpoPolicy(1), SEED)
+            settings = RolloutSettings(None, 1, Sampling(), RolloutLimits(3000, 900, 4, 60, 5.0))
+            found = []
+            try:
+                for number, stops in enumerate((False, True, False)):
+                    task = Task(f"t{number}", (), "", "math", "p")
+                    pool.start(start((task,), step=0, version=0, settings=settings))
+                    await asyncio.sleep(0)
+                    found.append(await (pool.stop(PURPOSE) if stops else pool.collect(CollectTrees(PURPOSE))))
+            finally:
+                await pool.close()
+            return found
+
+    failed, stopped, answered = asyncio.run(run())
+    assert (len(failed.failed), failed.answered_shares) == (1, {"python": 0.0})
+    assert [each.reason for each in stopped.failed] == ["TreeStoppedError: it was stopped"]
+    assert len(answered.trees) == 1
+    assert answered.answered_shares == {"python": pytest.approx(1 / (1 + 0.9**2))}
 
 
 def test_benchmark_modes_wait_for_the_same_tools(scripted_engine: Start) -> None:
