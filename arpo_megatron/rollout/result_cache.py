@@ -41,9 +41,9 @@ class ResultCache:
         """
         known = self._answers.get(key)
         if known is not None:
+            self._answers.move_to_end(key)  # before the wait, in which it may be evicted
             await asyncio.wait([known])
             if not known.cancelled() and known.exception() is None and known.result().status in SHARED_STATUSES:
-                self._answers.move_to_end(key)
                 return known.result(), True
         # A task of its own, which continues for the others if this path is stopped.
         task = asyncio.ensure_future(execute())
