@@ -198,6 +198,11 @@ class TreeShape:
         """Sum values over the leaves at or below each segment; `leaf_values` is [leaves, 1] or [leaves, segments]."""
         return np.asarray(np.where(self.on_path, leaf_values, 0.0).sum(0))
 
+    @property
+    def copies(self) -> Floats:
+        """float64[tokens], the number of trajectories that hold a token; 0 outside MODEL segments."""
+        return self.spread(self.on_path.sum(0).astype(np.float64))
+
     def spread(self, segment_values: Floats) -> Floats:
         """Repeat the value of each segment for its tokens; 0 outside MODEL segments."""
         values: Floats = np.where(self.is_model, segment_values, 0.0).astype(np.float64)

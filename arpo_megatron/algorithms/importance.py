@@ -66,7 +66,7 @@ def sampling_weights(
     if correction == "none" or not trees:
         return SamplingWeights(ones, flat, {})
     logs = [np.nan_to_num(np.asarray(values, np.float64)) for values in log_ratios]
-    copies = [shape.spread(shape.on_path.sum(0).astype(np.float64)) for shape in shapes]
+    copies = [shape.copies for shape in shapes]
     kl = _mean([bounded_exp(own) - 1 - own for own in logs], copies)
     if correction in ("geometric", "product"):
         sums = [shape.sum_to_leaves(own) for shape, own in zip(shapes, logs, strict=True)]

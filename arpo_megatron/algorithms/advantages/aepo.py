@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arpo_megatron.algorithms.advantages.group import group_advantages
+from arpo_megatron.algorithms.advantages.group import GroupNormalised
 from arpo_megatron.algorithms.base import Group, LossBatch
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.types import Floats
@@ -24,12 +24,12 @@ class EntropyAware:
     """a, 0.2 in the paper."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
-        return [group_advantages(group.rewards) for group in groups]
+        return GroupNormalised()(groups)
 
     def token_factors(self, batch: LossBatch) -> list[Floats]:
         """Return 1 + a * standardised entropy; 1 if all entropies are equal."""
         shapes = [TreeShape(tree) for tree in batch.trees]
-        copies = [shape.spread(shape.sum_below(np.ones((len(shape.leaves), 1)))) for shape in shapes]
+        copies = [shape.copies for shape in shapes]
         values = [np.nan_to_num(entropies) for entropies in batch.entropies]
         total = sum(float(count.sum()) for count in copies)
         mean = sum(float((c * h).sum()) for c, h in zip(copies, values, strict=True)) / max(1.0, total)

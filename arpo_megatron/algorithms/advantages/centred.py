@@ -15,4 +15,4 @@ class Centred:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves] per group."""
-        return [centre(group, finite(group.rewards)) for group in groups]
+        return [centre(group.tree, finite(group.rewards)) for group in groups]

@@ -22,7 +22,7 @@ class TurnMean:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves, segments] per group."""
-        return [by_turns(group.tree, group_advantages(group.rewards), _equal_turns) for group in groups]
+        return [by_turns(group.tree, group_advantages(group.rewards, group.tree), _equal_turns) for group in groups]
 
 
 def _equal_turns(advantage: float, path: Sequence[Turn]) -> list[float]:

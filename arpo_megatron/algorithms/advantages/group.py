@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from arpo_megatron.algorithms.advantages.lost import centre
 from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.types import Floats
+from arpo_megatron.tree import RolloutTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,15 @@ class GroupNormalised:
 
     def __call__(self, groups: Sequence[Group]) -> list[Floats]:
         """Return float64[leaves] per group."""
-        rewards = [finite(group.rewards) for group in groups]
-        return [_normalised(r, centre(group, r)) for group, r in zip(groups, rewards, strict=True)]
+        return [group_advantages(group.rewards, group.tree) for group in groups]
 
 
-def group_advantages(rewards: ArrayLike) -> Floats:
+def group_advantages(rewards: ArrayLike, tree: RolloutTree | None = None) -> Floats:
     """Compute the advantage of each trajectory of one group.
 
     Args:
         rewards: float[G], one reward per trajectory.
+        tree: the tree that holds them, to correct for trajectories that it has lost (`lost`); None: it has lost none.
 
     Returns:
         float64[G]; zeros if there is nothing to compare (G < 2, or all rewards equal).
@@ -39,12 +40,10 @@ def group_advantages(rewards: ArrayLike) -> Floats:
         ValueError: the rewards are not a finite vector.
     """
     values = finite(rewards)
-    return _normalised(values, values - values.mean() if len(values) else values)
-
-
-def _normalised(rewards: Floats, centred: Floats) -> Floats:
-    """Divide centred rewards by the spread of the rewards."""
-    return np.zeros_like(rewards) if without_signal(rewards) else np.asarray(centred / (rewards.std(ddof=1) + 1e-6))
+    if without_signal(values):
+        return np.zeros_like(values)
+    centred = values - values.mean() if tree is None else centre(tree, values)
+    return np.asarray(centred / (values.std(ddof=1) + 1e-6))
 
 
 def finite(rewards: ArrayLike) -> Floats:

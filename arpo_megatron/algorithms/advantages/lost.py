@@ -17,7 +17,6 @@ Without failed calls, A_i = r_i - mean(r).
 
 import numpy as np
 
-from arpo_megatron.algorithms.base import Group
 from arpo_megatron.algorithms.credit import TreeShape
 from arpo_megatron.algorithms.types import Floats
 from arpo_megatron.tree import FAILED_CALL, RolloutTree
@@ -27,17 +26,16 @@ MAX_PAIR_WEIGHT = 10.0
 _ANSWERED = ("ok", "error", "timeout", "refused")  # other calls never reach the tool service
 
 
-def centre(group: Group, rewards: Floats) -> Floats:
+def centre(tree: RolloutTree, rewards: Floats) -> Floats:
     """Return rewards minus their mean, corrected for lost trajectories.
 
     Args:
-        group: the trajectories of one task.
+        tree: the trajectories of one task.
         rewards: float64[leaves], finite.
 
     Returns:
         float64[leaves]; exact zeros if there is nothing to compare.
     """
-    tree = group.tree
     if len(rewards) < 2 or np.ptp(rewards) == 0.0:
         return np.zeros_like(rewards)
     if tree.lost is None and not tree.answered_shares:

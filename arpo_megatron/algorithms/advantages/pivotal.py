@@ -35,7 +35,7 @@ class PivotalCredit:
         return [self._advantages(group, finite(group.rewards)) for group in groups]
 
     def _advantages(self, group: Group, rewards: Floats) -> Floats:
-        centred = centre(group, rewards)
+        centred = centre(group.tree, rewards)
         raised = np.where(centred > 0, self.pivotal_gain * centred, centred)
         raised = np.where(rewards >= self.pivotal_success, 1.0, raised)
         on_path = TreeShape(group.tree).on_path

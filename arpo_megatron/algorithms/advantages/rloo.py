@@ -20,6 +20,6 @@ class LeaveOneOut:
         """Return float64[leaves] per group; zeros if there is nothing to compare."""
         sizes = [group.tree.planned for group in groups]
         return [
-            size / max(1, size - 1) * centre(group, finite(group.rewards))
+            size / max(1, size - 1) * centre(group.tree, finite(group.rewards))
             for size, group in zip(sizes, groups, strict=True)
         ]

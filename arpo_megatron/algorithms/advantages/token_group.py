@@ -37,5 +37,5 @@ class TokenGroup:
             std = np.sqrt((counts * (rewards - mean) ** 2).sum() / total)
             advantages = (rewards - mean) / (std + 1e-6)
             far = (np.abs(advantages[counts > 0]) >= self.token_group_limit).any()
-            found.append(group_advantages(rewards) if far else advantages)
+            found.append(group_advantages(rewards, group.tree) if far else advantages)
         return found

@@ -36,7 +36,7 @@ class NoveltySharpened:
         """Return float64[leaves] per group."""
         found = []
         for group in groups:
-            advantages = group_advantages(group.rewards)
+            advantages = group_advantages(group.rewards, group.tree)
             scores = np.array([_mean_logprob(group.tree, leaf) for leaf in group.tree.leaves()])
             known = ~np.isnan(scores)
             centre = scores[known].mean() if known.any() else 0.0

@@ -40,11 +40,6 @@ class AepoPolicy(ForkingPolicy):
         share = (1 + math.tanh(self.probe_slope * (root - sum(tools) / len(tools)) / 2)) / 2
         return min(self.config.group_size, max(2, round(self.config.group_size * share)))
 
-    @property
-    def measured_tokens(self) -> int:
-        """Return k; 0 if no fork is possible."""
-        return self.config.entropy_tokens if self.config.beam_size > 1 and self.config.group_size > 2 else 0
-
     def decide(self, point: ForkPoint) -> Decision:
         """Decide by one draw per fork point."""
         rise = entropy_rise(point, self.config.entropy_tokens, self.vocabulary_size)

@@ -55,13 +55,9 @@ class AepoReleasedPolicy(AepoScriptsPolicy):
     """Slope of the sigmoid; 0.5 in the released code."""
 
     def plan(self, probe: Probe) -> int:
+        """Return N."""
         scale, total = math.log(self.vocabulary_size), self.config.group_size
         segments = [released_entropy(each) / scale for each in (probe.start_entropies, *probe.tool_entropies)]
         difference = segments[0] - sum(segments) / len(segments)
         share = (1 + math.tanh(self.probe_slope * difference / 2)) / 2  # the sigmoid, without overflow
         return min(total, max(2, int(total * share) + 1))
-
-    @property
-    def measured_tokens(self) -> int:
-        """Return k; 0 if no fork is possible."""
-        return self.config.entropy_tokens if self.config.beam_size > 1 and self.config.group_size > 2 else 0

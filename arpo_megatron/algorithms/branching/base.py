@@ -124,8 +124,8 @@ class ForkingPolicy:
     @property
     def measured_tokens(self) -> int:
         """Return k; 0 if no fork is possible."""
-        config = self.config
-        return config.entropy_tokens if config.beam_size > 1 and config.group_size > config.initial_rollouts else 0
+        config, fewest = self.config, 2 if isinstance(self, ProbingPolicy) else self.initial
+        return config.entropy_tokens if config.beam_size > 1 and config.group_size > fewest else 0
 
 
 def fork(point: ForkPoint, beam: int, *, wanted: bool, why: str) -> tuple[int, str]:

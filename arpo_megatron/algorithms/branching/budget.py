@@ -91,6 +91,7 @@ class ReservedForks:
 
     @property
     def shared_round(self) -> int | None:
+        """None: every fork depends on the calls of its own path only."""
         return None
 
     def start(self, initial: int, *, started: int = 0) -> list[PathForks]:
@@ -103,6 +104,7 @@ class ReservedForks:
         return path.reserved > 0
 
     def measure(self, path: PathForks, point: ForkPoint) -> list[Grant]:
+        """Decide at once, and divide what is left of the path's share."""
         decision = self.policy.decide(replace(point, budget=path.reserved, streak=path.streak))
         path.streak = path.streak + 1 if decision.siblings else 0
         path.reserved, *shares = split_budget(path.reserved - decision.siblings, 1 + decision.siblings)

@@ -24,8 +24,9 @@ class Gspo:
 
     With s_i = exp(mean over the model tokens of trajectory i of new - old log-prob), L = -(1 / trajectories) * sum_i
     v_i * mean_t min(s_i A_it, clip(s_i, 1 - clip_low, 1 + clip_high) A_it), v_i the trajectory weight. Where the
-    unclipped term is the smaller one, the gradient is -(1 / trajectories) * v_i A_it s_i / |o_i| * grad logprob_t. The
-    mean is always over sequences: `loss_aggregation` has no effect.
+    unclipped term is the smaller one, the gradient is -(1 / trajectories) * v_i A_it s_i / |o_i| * grad logprob_t.
+    Trajectories that failed tool calls have cost count among the trajectories, as in `leaf_weights`. The mean is always
+    over sequences: `loss_aggregation` has no effect.
     """
 
     clip_low: float
@@ -36,7 +37,7 @@ class Gspo:
     def value(self, batch: LossBatch) -> BatchValue:
         """Return the loss and the coefficient of every token."""
         shapes = [TreeShape(tree) for tree in batch.trees]
-        count = max(1, sum(len(shape.leaves) for shape in shapes))
+        count = max(1, sum(shape.planned for shape in shapes))
         loss, low, high = 0.0, 0, 0
         credits, ratios = list[TreeCredit](), list[Floats]()
         for number, shape in enumerate(shapes):

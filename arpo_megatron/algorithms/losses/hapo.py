@@ -58,9 +58,7 @@ class Hapo:
 
     def _heights(self, tokens: BatchTokens, entropies: Floats) -> Floats:
         """Return h of every token; 0 outside MODEL tokens."""
-        copies = concatenate([shape.spread(shape.on_path.sum(0).astype(np.float64)) for shape in tokens.shapes]).astype(
-            int
-        )
+        copies = concatenate([shape.copies for shape in tokens.shapes]).astype(int)
         if not copies.sum():
             return np.zeros_like(entropies)
         logs = np.log(np.maximum(np.nan_to_num(entropies), 1e-8))
