@@ -57,7 +57,9 @@ class TreeEnvironments:
         """
         before = node.callers(ENVIRONMENT, ())
         key = before[0].key if before else _START
-        environment = self._live.pop(key, None) or await self._restored(key, before)
+        environment = self._live.pop(key, None)
+        if environment is None:
+            environment = await self._restored(key, before)
         try:
             step = await self._run(environment, environment.step, action)
             if not all(map(math.isfinite, step.rewards.values())):

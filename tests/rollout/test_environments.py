@@ -265,11 +265,21 @@ def test_reward_that_is_no_number_fails_the_tree(scripted_engine: Start) -> None
         grow(engine.url, forking(), Unbounded)
 
 
-def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(scripted_engine: Start) -> None:
+class Empty(ScriptedUser):
+    """Has a length of 0, so it is false as a condition."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [ScriptedUser, Empty])
+def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(
+    scripted_engine: Start, kind: type[ScriptedUser]
+) -> None:
     engine = scripted_engine(ScriptedEngine(lambda _text: "", seeded=policy_of("user")))
 
     def once() -> ScriptedUser:
-        return ScriptedUser({"colour": "Red."}, replayable=False)
+        return kind({"colour": "Red."}, replayable=False)
 
     async def run() -> RolloutTree:
         async with EngineClient(engine.url, retry_for_s=5.0) as client, ToolClient(NOWHERE) as tools:
