@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Listener
@@ -147,7 +147,8 @@ class TrainerConnection:
         )
         tools = ToolClient(settings.sandbox_url, settings.sandbox_token, retry_for_s=settings.retry_for_s)
         parse = CallParser(*settings.engine_urls, token=settings.engine_token, retry_for_s=settings.retry_for_s)
-        async with engine, tools, parse, AdmissionGate(engine, codec) as admission:
+        gate = AdmissionGate(engine, codec) if settings.admission == "kv" else nullcontext()
+        async with engine, tools, parse, gate as admission:
             pool = TreePool(
                 engine=engine,
                 tools=tools,
@@ -158,7 +159,7 @@ class TrainerConnection:
                 record=self._record,
                 expert_routes=settings.expert_routes,
                 protocol=await _protocol(settings, tools, parse),
-                admission=admission if settings.admission == "kv" else None,
+                admission=admission,
                 make_environment=None
                 if settings.environment is None
                 else environment_maker(settings.environment, settings.environment_params),
