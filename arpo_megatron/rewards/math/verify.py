@@ -107,6 +107,7 @@ class _Pool:
         self._slots = threading.Semaphore(size)
         self._idle = deque[_Worker]()
         self._verdicts: dict[tuple[str, str], MathVerdict] = {}
+        self._lock = threading.Lock()
 
     def ask(self, answer: str, truth: str, time_left: TimeLeft) -> MathVerdict:
         """Return math-verify's verdict within the time; it is remembered unless the time was short."""
@@ -121,10 +122,11 @@ class _Pool:
                     time_left.seconds -= time.monotonic() - begun
                 finally:
                     self._idle.append(worker)
-            if found is not None:
-                self._verdicts[answer, truth] = found
-            if len(self._verdicts) > _CACHED_VERDICTS:
-                self._verdicts.pop(next(iter(self._verdicts)), None)
+            with self._lock:  # no other thread may add a verdict while the oldest one is looked up
+                if found is not None:
+                    self._verdicts[answer, truth] = found
+                if len(self._verdicts) > _CACHED_VERDICTS:
+                    del self._verdicts[next(iter(self._verdicts))]
         return found or MathVerdict.UNDECIDED
 
     def close(self) -> None:
