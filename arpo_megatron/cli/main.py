@@ -260,9 +260,7 @@ def plan_command(
     search: Annotated[bool, typer.Option(help="Also search for better layouts (takes seconds).")] = True,
     simulate: Annotated[
         bool,
-        typer.Option(
-            "--simulate", help="Also simulate rollouts to choose admission, priority and staleness (minutes)."
-        ),
+        typer.Option("--simulate", help="Simulate rollouts to choose admission, priority and staleness (minutes)."),
     ] = False,
     measured: Annotated[
         Path | None,

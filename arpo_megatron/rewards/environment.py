@@ -12,6 +12,7 @@ class EnvironmentReward:
 
     @property
     def needs_judge(self) -> bool:
+        """Return False: the environment itself judges."""
         return False
 
     def score_group(self, group: ResponseGroup) -> list[Score]:

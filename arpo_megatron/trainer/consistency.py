@@ -10,8 +10,6 @@ GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "fp8 engine": 0.5, "fp8": 3.0}
 probe a trainer in FP8 (emulated) is up to 1.2 from one in bfloat16, with a median of 0.03."""
 KL_LIMIT = 1e-3
 """Largest k3 between two passes over one batch that is rounding, in nats: that of log-probs 0.045 nats apart."""
-
-
 FIRST_GAP_FACTOR = 3.0
 """A gap of at most this many times the first push's is rounding too: its maximum over a few tokens varies."""
 

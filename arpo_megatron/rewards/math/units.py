@@ -55,7 +55,6 @@ r"""Units if they are set in \text{}; elsewhere they are variables."""
 _COUNTED = {"unit"}
 """Words that only say that there is a unit."""
 NO_UNIT = frozenset(("and", "or", "to", "times", "over", "pi", "sqrt", "half", "dozen", "sin", "cos", "tan", "log"))
-"""Words that are no unit after a number."""
 NO_UNIT |= {"hundred", "thousand", "million", "billion", "trillion", "plus", "minus", "more", "less", "than"}
 NO_UNIT |= {"is", "are", "was", "not", "no", "wrong", "if", "but", "except", "without", "versus", "vs"}
 NO_UNIT |= {"squared", "cubed", "doubled", "tripled", "halved", "factorial"}

@@ -34,7 +34,7 @@ class Figures:
     calls: float
     """Mean calls per group."""
     noise: float
-    """Mean of g.u over its standard error: the claim needs about 10 or more."""
+    """Mean of g.u over its standard error, with the groups of a tree as one observation: the claim needs about 10."""
     information: float
     resampled: Floats
     """float64[RESAMPLES]."""
@@ -90,9 +90,10 @@ def render(studies: Sequence[Path], made_by: str) -> str:
         "Information of one tree about the gradient, per tool call: E[g.u]^2 / (Var(g.u) E[calls]), where g is the "
         "gradient of a tree and u that of an independent GRPO sample. A call is an answer of a tool in the tree; calls "
         "that forks share count once. `ratio` compares with GRPO of 16 trajectories, with the 95 % interval of "
-        f"{RESAMPLES:,} bootstrap resamples of trees. `mean / error` is E[g.u] over its standard error. `trees for 2` "
-        "is the number of trees per arm with which a ratio of 2 (the paper's claim: half the calls) would be "
-        "distinguished from 1 in 90 of 100 studies, from this sample's spread.",
+        f"{RESAMPLES:,} bootstrap resamples of trees. `mean / error` is E[g.u] over its standard error, with the "
+        "groups of a tree as one observation. `trees for 2` is the number of trees per arm with which a ratio of 2 "
+        "(the paper's claim: half the calls) would be distinguished from 1 in 90 of 100 studies, from this sample's "
+        "spread.",
     ]
     for path in studies:
         sections += _section(path)
