@@ -11,13 +11,13 @@ path is RESIDENT from its first request to its end, and only as many paths are r
 - A path that waits for admission lets no younger one pass, except paths that are resident.
 - A tree belongs to no engine until its first path is admitted; then to the one with the most room. Later it moves to an
   engine that has room if none of its paths is resident: they would compute their prefixes again in any case.
-- `margin` times the pool is used. It shrinks while many tokens that should be cached are computed again, and grows
-  while few are and paths wait.
+- `margin` times the pool is used. It shrinks if many tokens that should be cached are computed again. It grows if few
+  are, and paths wait.
 - If the tokens of resident paths exceed the pool, the youngest paths that ask for another segment wait again.
 - A path that waits long for a tool is released: others get its room. For each token, keeping costs a part of the pool
-  for the time of the wait, and dropping costs the time of a prefill. They are equal when the wait is as long as the
-  engine needs to compute its whole pool (`rebuild_s`). So a path is released after that time; at once, if that would
-  have cost less so far.
+  for the time of the wait, and dropping costs the time of a prefill. The costs are equal if the wait is as long as the
+  engine needs to compute its whole pool (`rebuild_s`). So a path is released after that time. It is released at once if
+  that would have cost less for the tool calls so far.
 """
 
 import heapq
@@ -179,7 +179,7 @@ class KvAdmission:
         """Note that a granted request has ended; return the tokens that should have been cached and were not.
 
         Args:
-            engine: where it was.
+            engine: its engine.
             tree: its tree, which may have been removed meanwhile.
             key: its path.
             length: tokens from the root to the end of the path.

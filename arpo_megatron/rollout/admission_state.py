@@ -56,7 +56,7 @@ class AdmittingEngine:
     due: float = 0.0
     """Running mean over requests of tokens that had not been computed before."""
     draining: bool = False
-    """The margin was cut, and more is reserved than it allows: what is computed again now is no news."""
+    """The margin was cut, and more is reserved than it allows: until that ends it is not cut again."""
     reserved: int = 0
     used: int = 0
     refused: tuple[PathId, float] | None = None

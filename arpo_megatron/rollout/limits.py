@@ -88,7 +88,7 @@ class RolloutLimits:
 
     @classmethod
     def evaluation(cls, config: JobConfig) -> Self:
-        """Return the limits of evaluations: those of section `evaluation`, where it has none those of training."""
+        """Return the limits of evaluations: those of section `evaluation`, and of training if it has none."""
         own: EvalConfig = config.evaluation
         limits = cls.training(config)
         by_tool = own.max_calls_by_tool

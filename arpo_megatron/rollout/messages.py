@@ -96,7 +96,7 @@ class RolloutReport:
     tree_ids: tuple[int, ...] = ()
     """Their ids (`LiveTree.tree_id`)."""
     failed_calls: Mapping[str, str] = field(default_factory=dict)
-    """Why a newest failed tool call failed, by tool."""
+    """Why the newest failed call of each tool failed."""
     answered_shares: Mapping[str, float] = field(default_factory=dict)
     """`RolloutTree.answered_shares` of each of its trees."""
 

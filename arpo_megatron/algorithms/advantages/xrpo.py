@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class NoveltySharpened:
-    """A_i + min(max(novelty_gain * (1 - eta_i), 0), novelty_limit * A_i) where A_i > 0, else A_i; A_i that of `group`.
+    """A_i + min(max(novelty_gain * (1 - eta_i), 0), novelty_limit * A_i) if A_i > 0, else A_i; A_i that of `group`.
     Experimental: the formula comes from public notes on the paper.
 
     eta_i = exp(s_i - mean(s)), with s_i the mean sampling log-prob of trajectory i's model tokens and the mean over the

@@ -10,12 +10,12 @@ from arpo_megatron.tree import BranchRecord
 
 @dataclass(frozen=True, slots=True)
 class ArpoPolicy(ForkingPolicy):
-    """Fork where the entropy after a tool result is higher than at the start of the trajectory.
+    """Fork if the entropy after a tool result is higher than at the start of the trajectory.
 
         dH = (sum of the first k entropies after the result - sum of the first k of the trajectory) / log V
         P  = clip(alpha + beta * dH, 0, 1)
 
-    ARPO (arXiv 2507.19849, eq. 4 and 5). The paper divides by V and forks where P exceeds tau, which is
+    ARPO (arXiv 2507.19849, eq. 4 and 5). The paper divides by V and forks if P exceeds tau, which is
     `algorithm.threshold`. Without a threshold P is compared with a draw, as in the released code. The scale, a sum over
     k tokens divided by log V, is also that of the released code, for which its alpha and beta were chosen. If one side
     has fewer than k tokens, k times its mean replaces its sum. Unlike the released code, the entropy is exact, is

@@ -70,7 +70,7 @@ def rate_of_step(chances: Sequence[float | None], step: int) -> float | None:
 def arpo_chance(trees: Sequence[RolloutTree], config: AlgorithmConfig) -> float | None:
     """Return the mean chance that ARPO would have had at the measured fork points of `trees`; None without any.
 
-    With a threshold the chance is 1 where ARPO would have forked and 0 elsewhere.
+    With a threshold the chance at a point is 1 if ARPO would have forked there, else 0.
     """
     rises = [segment.branch.dH for tree in trees for segment in tree.segments if segment.branch is not None]
     chances = [fork_probability(config, rise) for rise in rises]

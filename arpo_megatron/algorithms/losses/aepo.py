@@ -10,7 +10,7 @@ from arpo_megatron.algorithms.losses.ppo import Ppo
 class Aepo(Ppo):
     """Entropy clipping-balanced loss (AEPO, arXiv 2510.14545, section 3.3).
 
-    PPO-clip, but where A > 0 and r > 1 + clip_high the ratio is (1 + clip_high) / sg(r) * r: its value is the bound and
+    PPO-clip, but if A > 0 and r > 1 + clip_high the ratio is (1 + clip_high) / sg(r) * r: its value is the bound and
     its gradient (1 + clip_high) * grad logprob instead of none. For A < 0 the loss is PPO's, dual clip included.
     """
 

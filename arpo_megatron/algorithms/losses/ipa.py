@@ -17,7 +17,7 @@ from arpo_megatron.tree import RolloutTree
 
 @dataclass(frozen=True, slots=True)
 class Ipa:
-    """L = -sum w_i m_c f_c A_is logprob_t, f_c = 1 where A > 0, else sg(min(rho_c, 1)) (ROME, arXiv 2512.24873, eq. 9).
+    """L = -sum w_i m_c f_c A_is logprob_t, f_c = 1 if A > 0, else sg(min(rho_c, 1)) (ROME, arXiv 2512.24873, eq. 9).
     Experimental: the formula comes from public notes on the paper.
 
     For a chunk c (a turn) rho_c = exp(mean of new - old log-prob), and m_c = 1 if exp(mean of old - sampling log-prob)

@@ -14,7 +14,7 @@ from arpo_megatron.algorithms.losses.batch_tokens import BatchTokens, concatenat
 class MiniRl:
     """L = -sum w_i A_i M_t sg(min(new / sampling, importance_limit)) logprob_t (arXiv 2512.01374, eq. 7).
 
-    M_t is 0 where PPO would clip (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = new / old), else
+    M_t is 0 if PPO would clip (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = new / old), else
     1. The weight corrects for older weights and for the engine's arithmetic at once (eq. 5);
     `algorithm.sampling_correction` would correct a second time and is refused. An unknown sampling
     log-prob counts as the old one. The paper sums over tokens; `loss_aggregation=token-mean` equals that up to a
