@@ -90,9 +90,10 @@ def test_layers_agree_with_megatrons_on_one_rank(run: Ranks, root: Path) -> None
 
 
 def test_layers_agree_with_megatrons_on_two_ranks(run: Ranks, root: Path) -> None:
-    own = [("tensor and sequence", "blockwise", "dense")]
+    own = [("tensor and sequence", "blockwise", "dense"), ("data, distributed optimizer", "bfloat16", "dense")]
     compute(run, root, own)
-    check(root, *own[0])
+    for case in own:
+        check(root, *case)
 
 
 def test_groups_of_several_packs_keep_all_gradients_in_a_pipeline(run: Ranks, root: Path) -> None:

@@ -33,13 +33,21 @@ _HOPPER = SimpleNamespace(
 )
 
 
+_coalescing_manager = torch.distributed._coalescing_manager
+
+
 class _Finished:
     def wait(self) -> None:
         """Return at once: the collectives inside have run."""
 
 
 @contextmanager
-def _one_after_another(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Finished]:
+def _one_after_another(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
+    """Run TE's collectives, which name a device, as they are called; leave Megatron's, which gloo can join."""
+    if device is None:
+        with _coalescing_manager(group, async_ops=async_ops) as joined:
+            yield joined
+        return
     yield _Finished()
 
 
@@ -54,7 +62,7 @@ PATCHES: tuple[Patch, ...] = (
     Replace("torch:cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph is captured"),
     Replace("torch:cuda.nvtx.range_push", lambda message: None, "names a range for a profiler"),
     Replace("torch:cuda.nvtx.range_pop", lambda: None, "names a range for a profiler"),
-    Replace("torch:distributed._coalescing_manager", _one_after_another, "joins collectives, which gloo cannot"),
+    Replace("torch:distributed._coalescing_manager", _one_after_another, "joins collectives by device; gloo cannot"),
     Replace(_TE + "quantization:check_fp8_support", lambda: (True, ""), "reads the version of CUDA"),
     Replace(_TE + "quantization:check_fp8_block_scaling_support", lambda: (True, ""), "reads the version of CUDA"),
     Replace(
