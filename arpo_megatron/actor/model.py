@@ -229,8 +229,9 @@ def transformer_config(
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         # Only a very old GPU needs a synchronisation of the device after each batched exchange.
         batch_p2p_sync=False,
-        # A stage's output is needed until it is sent; its gradient needs only its place in the graph.
-        deallocate_pipeline_outputs=True,
+        # A stage's output is needed until it is sent; its gradient needs only its place in the graph. The interleaved
+        # schedule would free it before that.
+        deallocate_pipeline_outputs=parallel.virtual_pipeline == 1,
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=initialize,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from arpo_megatron.actor.group import pairs, run_group
 from arpo_megatron.actor.microbatch import MicroBatch, MicroBatches
-from arpo_megatron.actor.stages import exchange
+from arpo_megatron.actor.stages import StageCommunicator, pipeline_groups
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.packing.layout import TreePack
 from arpo_megatron.packing.packs import last_uses, rank_groups
@@ -187,7 +187,7 @@ def run_pipeline(
         return loss, torch.ones((), dtype=torch.int32, device=loss.device), [keep for _, keep in done]
 
     iterators = [iter(groups) for _ in chunks]
-    tokens = [sum(map(batches.tokens, group)) for group in groups]
+    communicator = StageCommunicator(chunks[0].config, [sum(map(batches.tokens, group)) for group in groups])
     outputs: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -196,8 +196,10 @@ def run_pipeline(
         seq_length=1,  # ignored, as is the next: the shapes differ
         micro_batch_size=1,
         forward_only=forward_only,
-        **exchange(chunks[0].config, tokens),
+        p2p_communicator=communicator,
+        pg_collection=pipeline_groups(),
     )
+    communicator.wait()
     return [keep for group in outputs for keep in group]
 
 

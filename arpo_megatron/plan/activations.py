@@ -162,13 +162,15 @@ def pass_bytes(
         calls: see `layer_bytes`.
     """
     layers = spec.layers // parallel.pipeline
-    one = layer_bytes(spec, parallel, tokens, value=value, fp8=fp8, calls=calls)
-    if not last:
-        return layers * one
     w = Widths.of(spec, parallel, value)
+    kept = layers * layer_bytes(spec, parallel, tokens, value=value, fp8=fp8, calls=calls)
+    if parallel.virtual_pipeline > 1:  # the interleaved schedule keeps what a chunk has sent (actor/model.py)
+        kept += (parallel.virtual_pipeline - last) * tokens.queries * w.between * value
+    if not last:
+        return kept
     norm = w.between * (2 * FLOAT if calls is not None or value == FLOAT else value) + FLOAT
     # Of each target: its hidden state, its place and id, the advantages' sums, normaliser, entropy and log-prob.
-    return layers * one + tokens.queries * norm + targets * (w.hidden * value + TARGET)
+    return kept + tokens.queries * norm + targets * (w.hidden * value + TARGET)
 
 
 def _te_token(w: Widths, spec: ModelSpec, visits: float, fp8: bool, parallel: ParallelConfig) -> float:

@@ -1,5 +1,6 @@
 """Gradients and updates of small problems in several layouts; the ranks of test_exactness.py run it."""
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from arpo_megatron.actor.actor import Actor
 from arpo_megatron.actor.attention_plan import share_blocks
 from arpo_megatron.actor.optimizer import gradient_norm
 from arpo_megatron.actor.optimizer_state import weight_states
+from arpo_megatron.actor.stages import StageCommunicator
 from arpo_megatron.algorithms.credit import TreeCredit
 from arpo_megatron.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from arpo_megatron.config import validation as rules
@@ -149,10 +151,23 @@ def small_blocks(layout: ParallelConfig) -> AbstractContextManager[Any]:
     return patch.multiple(attention_plan, **limits) if layout.context > 1 else nullcontext()
 
 
-def no_shapes(layout: ParallelConfig) -> AbstractContextManager[Any]:
-    """Raise if stages of a pipeline without interleaving send each other shapes inside the context."""
-    known = layout.virtual_pipeline == 1
-    return patch.object(P2PCommunicator, "_communicate_shapes", None) if known else nullcontext()
+@contextmanager
+def late_stages() -> Iterator[None]:
+    """Inside the context, raise if stages of a pipeline send each other shapes, and let odd stages receive late.
+
+    A stage that frees an output before it is sent, or drops its last send, then sends garbage or nothing.
+    """
+    shapes = StageCommunicator._communicate_shapes
+
+    def late(self: StageCommunicator, *arguments: Any) -> Any:
+        time.sleep(0.003 * (self.pp_group.rank() % 2))
+        return shapes(self, *arguments)
+
+    with (
+        patch.object(P2PCommunicator, "_communicate_shapes", None),
+        patch.object(StageCommunicator, "_communicate_shapes", late),
+    ):
+        yield
 
 
 @contextmanager
@@ -284,7 +299,7 @@ def compute(root: Path, layouts: dict[str, dict[str, Any]], runs: dict[str, list
     for name, own in runs.items():
         layout = ParallelConfig(**layouts[name])
         join(layout)
-        with small_blocks(layout), no_shapes(layout):
+        with small_blocks(layout), late_stages():
             for problem, family in own:
                 found = train(root, layout, family) if problem == "adamw" else solve(root, problem, layout, family)
                 if parallel.is_rank_zero():
