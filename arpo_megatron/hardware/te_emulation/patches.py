@@ -33,7 +33,7 @@ _HOPPER = SimpleNamespace(
 )
 
 
-_coalescing_manager = torch.distributed._coalescing_manager
+_coalescing_manager: Any = vars(torch.distributed)["_coalescing_manager"]
 
 
 class _Finished:
@@ -42,7 +42,7 @@ class _Finished:
 
 
 @contextmanager
-def _one_after_another(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[Any]:
+def _one_after_another(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
     """Run TE's collectives, which name a device, as they are called; leave Megatron's, which gloo can join."""
     if device is None:
         with _coalescing_manager(group, async_ops=async_ops) as joined:
