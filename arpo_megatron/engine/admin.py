@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ import requests
 from numpy.typing import NDArray
 
 from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart, Sample
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
 from arpo_megatron.errors import UserError
 
@@ -138,17 +138,17 @@ class EngineAdmin:
 
         return wait
 
-    def checksums(self, samples: Mapping[str, Sample]) -> list[dict[str, list[ChecksummedPart]]]:
-        """Return, for each engine, the pieces of the samples that its ranks hold, with their checksums.
+    def checksums(self, types: Mapping[str, TensorType]) -> list[dict[str, list[ChecksummedPart]]]:
+        """Return, for each engine, the pieces of the tensors that its ranks hold, with their checksums.
 
         Args:
-            samples: by Hugging Face name of the tensor.
+            types: the tensors by Hugging Face name.
         """
-        action = CHECKSUM_ACTION + json.dumps({name: asdict(sample) for name, sample in samples.items()})
+        action = CHECKSUM_ACTION + json.dumps({name: kind.as_json() for name, kind in types.items()})
         return [
             {
                 name: [ChecksummedPart.from_json(part) for rank in engine for part in json.loads(rank[name])]
-                for name in samples
+                for name in types
             }
             for engine in self._check_weights([action] * len(self.urls))
         ]
@@ -162,7 +162,7 @@ class EngineAdmin:
             types: the tensors of the model.
             together: names of the tensors that form one parameter.
         """
-        request = {"types": {name: (kind.shape, kind.dtype) for name, kind in types.items()}, "together": together}
+        request = {"types": {name: kind.as_json() for name, kind in types.items()}, "together": together}
         answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))
         return [[EngineShard.from_json(rank) for rank in engine] for engine in answers]
 

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, WeightMessage, inside, unpack
-from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.engine.wire.checksums import ChecksummedPart
 from arpo_megatron.engine.wire.devices import device_name, host_name
 from arpo_megatron.engine.wire.staging import as_bytes
 from arpo_megatron.models.mapping import Entry, ShardRule
@@ -88,18 +88,15 @@ class LocalShard:
             for part, rows in self._slabs(piece):
                 target[rows].copy_(self.view(part))
 
-    def checksum(self, name: str, sample: Sample, mine: Callable[[Box], bool]) -> int:
-        """Return the sum over this rank's parts of a sample that are `mine`; sums of all ranks add up modulo 2^64."""
-        whole, total = self.types[name].meta(), 0
-        unit = BLOCK if self.types[name].torch_dtype == FP8 else 1
+    def checksum(self, name: str, mine: Callable[[Box], bool]) -> int:
+        """Return the sum over this rank's parts of a tensor that are `mine`; sums of all ranks add up modulo 2^64."""
+        kind, total = self.types[name], 0
+        whole = kind.meta()
         for box, part in self.parts.get(name, {}).items():
-            first = max(box[0][0], sample.first // unit * unit)
-            last = min(box[0][1], -(-sample.last // unit) * unit)
-            if mine(box) and first < last:
-                for slab, _ in self._slabs(BoxPart(name, 0, ((first, last), *box[1:]), 0)):
+            if mine(box):
+                for slab, _ in self._slabs(BoxPart(name, 0, box, 0)):
                     values = self._values(name, part, box, slab.box)
-                    piece = sample.piece_in(values, inside(whole, self.types[name].whole, slab.box))
-                    total += 0 if piece is None else piece.checksum
+                    total += ChecksummedPart.of(values, inside(whole, kind.whole, slab.box)).checksum
         return total % 2**64
 
     def _slabs(self, piece: BoxPart) -> Iterator[tuple[BoxPart, slice]]:

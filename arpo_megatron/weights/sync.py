@@ -31,8 +31,8 @@ from torch import nn
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, EngineEndpoint, WeightPushError
-from arpo_megatron.engine.wire.boxes import Box, EngineShard
-from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.engine.wire.boxes import Box, EngineShard, size
+from arpo_megatron.engine.wire.checksums import difference
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.models.spec import ModelSpec
@@ -264,21 +264,19 @@ class WeightSync:
     def _verify(self) -> tuple[str, ...]:
         """Compare checksums of all tensors between trainer and engines; return the names of the tensors."""
         types, rank = self._local.types, self._control.rank
-        samples = {name: Sample.of(kind.meta(), 0.0, reshard.byte_size(kind)) for name, kind in types.items()}
         own = [
-            self._local.checksum(name, sample, lambda box, name=name: self._owners[name][box][0] == rank)  # type: ignore[misc]
-            for name, sample in samples.items()
+            self._local.checksum(name, lambda box, name=name: self._owners[name][box][0] == rank)  # type: ignore[misc]
+            for name in types
         ]
-        expected = dict(zip(samples, self._control.sums(own), strict=True))
-        self._control.on_rank_zero(partial(self._compare, samples, expected))
-        return tuple(samples)
+        self._control.on_rank_zero(partial(self._compare, self._control.sums(own)))
+        return tuple(types)
 
-    def _compare(self, samples: dict[str, Sample], expected: dict[str, int]) -> None:
-        by_engine = self._admin.checksums(samples)
-        for url, checksums in zip(self._admin.urls, by_engine, strict=True):
-            for name, sample in samples.items():
-                if difference := sample.difference(checksums[name], expected[name]):
-                    raise WeightPushError(f"{url}: {name} is not what the trainer sent: {difference}")
+    def _compare(self, expected: Sequence[int]) -> None:
+        types = self._local.types
+        for url, held in zip(self._admin.urls, self._admin.checksums(types), strict=True):
+            for (name, kind), checksum in zip(types.items(), expected, strict=True):
+                if wrong := difference(held[name], checksum, size(kind.whole)):
+                    raise WeightPushError(f"{url}: {name} is not what the trainer sent: {wrong}")
 
     def _disconnect(self) -> None:
         if self._transport is not None:

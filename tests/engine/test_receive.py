@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.server.parameters import EngineParameters, find_copies
 from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, box_of, inside, size
-from arpo_megatron.engine.wire.checksums import Sample
+from arpo_megatron.engine.wire.checksums import difference
 
 
 class Loader(nn.Module):
@@ -78,12 +78,26 @@ def test_rank_holds_the_boxes_that_loading_copies() -> None:
 
 
 def test_find_copies_takes_no_memory() -> None:
-    names, size = ("gate", "up", "rows", "columns", "cast", "twice", "scaled"), (2**20, 2**20)  # 4 TiB each
-    found = find_copies(Loader(), dict.fromkeys(names, (size, torch.float32)))
+    names = ("gate", "up", "rows", "columns", "cast", "twice", "scaled")
+    found = find_copies(Loader(), dict.fromkeys(names, TensorType((2**20, 2**20), "float32")))  # 4 TiB each
     assert [len(found[name]) for name in names] == [1, 1, 1, 1, 1, 2, 0]
     assert all(place.is_meta for copies in found.values() for _, place in copies)
-    (piece,) = held_pieces(Loader(), {"up": Sample(size, "float32", 1, 2)})["up"]
-    assert (piece.offset, piece.sizes) == (2**20, (1, 2**20))
+
+
+def test_checksum_is_that_of_the_whole_tensor_however_an_engine_holds_it() -> None:
+    model = Loader()
+    types = shapes("up", "transposed", "twice") | {"cast": TensorType(SIZE, "bfloat16")}
+    for name, kind in types.items():
+        tensor = torch.randn(kind.shape, dtype=kind.torch_dtype)
+        model.load_weights([(name, tensor)])
+        bits = tensor.flatten().view(torch.int16 if name == "cast" else torch.int32).tolist()
+        expected = sum(value * (2 * index + 1) for index, value in enumerate(bits)) % 2**64
+        held = held_pieces(model, {name: kind})[name]
+        assert difference(held, expected, len(bits)) is None, name
+        assert "checksum" in str(difference(held, expected + 1, len(bits)))
+        assert difference(held, expected, 17) == "it holds 16 of 17 elements"
+    with pytest.raises(ValueError, match=r"cast is torch\.bfloat16 here and float32 in the trainer"):
+        held_pieces(model, shapes("cast"))
 
 
 def pieces_of(held: dict[str, list[Box]]) -> list[BoxPart]:

@@ -18,7 +18,6 @@ from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
-from arpo_megatron.engine.wire.checksums import Sample
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
 from arpo_megatron.weights.control import Control
@@ -89,9 +88,9 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     sync._local = LocalShard(shard, {"head": kind}, {"head": {kind.whole: sent}}, torch.device("cpu"))
     expected: list[dict[str, int]] = []
 
-    def checksums(samples: dict[str, Sample]) -> list[Any]:
-        expected.append({"head": sync._local.checksum("head", samples["head"], lambda _: True)})
-        return [held_pieces(model, samples)]
+    def checksums(types: dict[str, TensorType]) -> list[Any]:
+        expected.append({"head": sync._local.checksum("head", lambda _: True)})
+        return [held_pieces(model, types)]
 
     sync._admin = SimpleNamespace(urls=["engine"], checksums=checksums)
     assert sync._verify() == ("head",)

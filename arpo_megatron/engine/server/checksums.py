@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.parameters import find_copies
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, ChecksummedPart, Sample
+from arpo_megatron.engine.wire.boxes import TensorType
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, ChecksummedPart
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 
@@ -22,17 +22,18 @@ def register_hooks() -> None:
     HookRegistry.register(_CHECKER, _handle, HookType.AROUND)
 
 
-def held_pieces(model: nn.Module, samples: Mapping[str, Sample]) -> dict[str, list[ChecksummedPart]]:
-    """Return the pieces of each sample that this rank's parameters hold.
+def held_pieces(model: nn.Module, types: Mapping[str, TensorType]) -> dict[str, list[ChecksummedPart]]:
+    """Return the pieces of each tensor that this rank's parameters hold.
 
     Raises:
-        ValueError: the parameters hold a tensor in another number format or transposed, so its bits are different.
+        ValueError: the parameters hold a tensor in another number format, so its bits are different.
     """
-    shapes = {name: (sample.sizes, getattr(torch, sample.dtype)) for name, sample in samples.items()}
     held: dict[str, list[ChecksummedPart]] = {}
-    for name, copies in find_copies(model, shapes).items():
-        pieces = [samples[name].piece_in(values, view) for values, view in copies]
-        held[name] = [piece for piece in pieces if piece is not None]
+    for name, copies in find_copies(model, types).items():
+        for values, _ in copies:
+            if values.dtype != types[name].torch_dtype:
+                raise ValueError(f"{name} is {values.dtype} here and {types[name].dtype} in the trainer")
+        held[name] = [ChecksummedPart.of(values, view) for values, view in copies]
     return held
 
 
@@ -53,8 +54,8 @@ def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any,
 def _answer(model: nn.Module, rank: int, action: str) -> dict[str, str] | None:
     """Answer an action of this project; None for any other action."""
     if action.startswith(CHECKSUM_ACTION):
-        samples = {name: Sample(**sample) for name, sample in json.loads(action.removeprefix(CHECKSUM_ACTION)).items()}
-        held = held_pieces(model, samples)
+        asked = json.loads(action.removeprefix(CHECKSUM_ACTION))
+        held = held_pieces(model, {name: TensorType.from_json(kind) for name, kind in asked.items()})
         return {name: json.dumps([piece.as_json() for piece in pieces]) for name, pieces in held.items()}
     found = receive.answer(model, rank, action)
     return None if found is None else {"answer": json.dumps(found)}

@@ -19,18 +19,18 @@ Copy = tuple[Tensor, Tensor]
 so its offset and strides are the place within the tensor."""
 
 
-def find_copies(model: nn.Module, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, list[Copy]]:
+def find_copies(model: nn.Module, types: Mapping[str, TensorType]) -> dict[str, list[Copy]]:
     """Return the copies that loading each tensor would make, on any device and without memory for the tensors.
 
     Args:
         model: an SGLang model.
-        tensors: shape and dtype by Hugging Face name.
+        types: the tensors by Hugging Face name.
 
     Raises:
         Exception: any error of the model's loader (unknown name, wrong shape), or torch's if the loader computes with
             a tensor's values.
     """
-    sources = {name: torch.empty(tuple(size), dtype=dtype, device="meta") for name, (size, dtype) in tensors.items()}
+    sources = {name: kind.meta() for name, kind in types.items()}
     recorder = _CopyRecorder(sources)
     with torch.no_grad(), recorder:
         model.load_weights(list(sources.items()))  # type: ignore[operator]  # a method of every SGLang model
@@ -78,7 +78,7 @@ class EngineParameters:
         self.types = types
         self.device = next(model.parameters()).device
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-        copies = find_copies(model, {name: (kind.shape, kind.torch_dtype) for name, kind in types.items()})
+        copies = find_copies(model, types)
         for name, of_name in copies.items():
             boxes = [(box_of(view, types[name].shape), values.detach()) for values, view in of_name]
             if boxes and all(box is not None and values.shape == _shape(box) for box, values in boxes):

@@ -47,7 +47,7 @@ class Shard:
 
     def describe(self, model: Any, request: dict[str, Any]) -> dict[str, Any]:
         """Answer `LAYOUT_ACTION`: where this rank is, and which boxes it holds."""
-        types = {name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in request["types"].items()}
+        types = {name: TensorType.from_json(kind) for name, kind in request["types"].items()}
         self.parameters = EngineParameters(model, types, request["together"])
         device = next(model.parameters()).device
         return {"device": device_name(device), "host": host_name(), "boxes": self.parameters.boxes()}

@@ -16,8 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """First and one-past-the-last index in each dimension of a whole tensor."""
 
 LAYOUT_ACTION = "arpo-layout:"
-"""Prefix of the action with which SGLang's weight checker is asked what each rank holds; JSON of `TensorTypes`
-follows."""
+"""Prefix of the action with which SGLang's weight checker is asked what each rank holds; JSON follows."""
 PLAN_ACTION = "arpo-plan:"
 """Prefix of the action that gives each rank the rounds in which it receives; JSON follows."""
 JOIN_ACTION = "arpo-join:"
@@ -80,6 +79,16 @@ class TensorType:
     def meta(self) -> Tensor:
         """Return a tensor of this type without memory."""
         return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
+
+    def as_json(self) -> list[Any]:
+        """Return the fields as JSON-safe values."""
+        return [self.shape, self.dtype]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Self:
+        """Return the object whose `as_json` gave `data`."""
+        shape, dtype = data
+        return cls(tuple(shape), dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,62 +54,25 @@ class ChecksummedPart:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Some rows of a tensor; elements of a tensor with one dimension."""
+def difference(pieces: Iterable[ChecksummedPart], expected: int, elements: int) -> str | None:
+    """Compare an engine's pieces of a tensor with the `expected` checksum; return the difference, or None.
 
-    sizes: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
-    """Name in torch, such as "bfloat16"."""
-    first: int
-    """Index of the first row."""
-    last: int
-    """One past the last row."""
+    Several ranks may hold the same piece (if there are fewer key/value heads than ranks), but it must be equal.
 
-    @classmethod
-    def of(cls, tensor: Tensor, position: float, most_bytes: int) -> Self:
-        """Return as many rows as fit into `most_bytes`, at least one, at the relative `position` from 0 to 1."""
-        count = min(len(tensor), max(1, most_bytes * len(tensor) // tensor.nbytes))
-        first = round(position * (len(tensor) - count))
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), first, first + count)
-
-    def checksum(self, tensor: Tensor) -> int:
-        """Return the checksum of these rows of the whole, contiguous tensor."""
-        return _checksum(tensor[self.first : self.last], self.first * prod(self.sizes[1:]), tensor.stride())
-
-    def piece_in(self, values: Tensor, view: Tensor) -> ChecksummedPart | None:
-        """Return the part of these rows that `values` hold, whose place in the whole tensor is that of `view`.
-
-        Returns:
-            None if they hold no row.
-
-        Raises:
-            ValueError: the view is transposed, or the values have another number format.
-        """
-        width = prod(self.sizes[1:])
-        if str(values.dtype) != f"torch.{self.dtype}" or (len(view) > 1 and view.stride(0) != width):
-            raise ValueError(
-                f"the engine holds {values.dtype} with a stride of {view.stride()}: bits cannot be compared"
-            )
-        offset = int(view.storage_offset()) // width
-        start, stop = max(self.first - offset, 0), min(self.last - offset, len(values))
-        return None if start >= stop else ChecksummedPart.of(values[start:stop], view[start:stop])
-
-    def difference(self, pieces: Iterable[ChecksummedPart], expected: int) -> str | None:
-        """Compare an engine's pieces of these rows with the `expected` checksum; return the difference, or None.
-
-        Several ranks may hold the same piece (if there are fewer key/value heads than ranks), but it must be equal.
-        """
-        distinct: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
-        for piece in pieces:
-            if distinct.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
-                return "two of its ranks hold different copies of one piece"
-        held, wanted = sum(prod(size) for _, size, _ in distinct), (self.last - self.first) * prod(self.sizes[1:])
-        if held != wanted:
-            return f"it holds {held} of {wanted} elements"
-        total = sum(distinct.values()) & _MASK
-        return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
+    Args:
+        pieces: the pieces of all ranks.
+        expected: checksum of the whole tensor.
+        elements: number of elements of the whole tensor.
+    """
+    distinct: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    for piece in pieces:
+        if distinct.setdefault((piece.offset, piece.sizes, piece.strides), piece.checksum) != piece.checksum:
+            return "two of its ranks hold different copies of one piece"
+    held = sum(prod(sizes) for _, sizes, _ in distinct)
+    if held != elements:
+        return f"it holds {held} of {elements} elements"
+    total = sum(distinct.values()) & _MASK
+    return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
 
 
 def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:
