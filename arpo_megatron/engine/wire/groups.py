@@ -121,8 +121,11 @@ class PushGroup:
 
         self._wake = ended
         if not self._aborted:
-            threading.Thread(target=wait, name="weight-wait", daemon=True).start()
+            waiting = threading.Thread(target=wait, name="weight-wait", daemon=True)
+            waiting.start()
             ended.wait()
+            if not self._aborted:
+                waiting.join()  # it ends now; until then it keeps the operations, and so their buffers
         if failures:
             raise failures[0]
         if self._aborted:
