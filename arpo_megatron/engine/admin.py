@@ -28,7 +28,6 @@ KV_CACHE = ("kv_cache", "cuda_graph")
 _POLL_INTERVAL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _ENGINE_DEADLINE_SHARE = 0.8
-"""Part of a request's deadline that the engine may spend waiting, so that it gives up first and reports why."""
 
 
 class WeightPushError(UserError):
@@ -67,6 +66,12 @@ class EngineAdmin:
         # An engine gets one request at a time, but requests of a failed push may still wait for their deadlines.
         self._pool = ThreadPoolExecutor(3 * len(self.urls), thread_name_prefix="weight-push")
 
+    @property
+    def engine_deadline_s(self) -> float:
+        """Seconds that an engine may wait within a request: less than `timeout_s`, so that it gives up first and
+        reports why."""
+        return _ENGINE_DEADLINE_SHARE * self.timeout_s
+
     def wait_until_up(self, timeout_s: float) -> None:
         """Wait until every server answers: a killed one may be restarting. Raises WeightPushError."""
         give_up = time.monotonic() + timeout_s
@@ -86,7 +91,7 @@ class EngineAdmin:
         Args:
             version: version of the weights that will arrive.
         """
-        body = {"version": version, "timeout_s": _ENGINE_DEADLINE_SHARE * self.timeout_s}
+        body = {"version": version, "timeout_s": self.engine_deadline_s}
         posts = self.post_all(BEGIN_PUSH_PATH, [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
         return tuple(EngineEndpoint(url, **answer) for url, answer in zip(self.urls, answers, strict=True))
@@ -99,7 +104,7 @@ class EngineAdmin:
             loads: number of requests with weights that each engine has answered. An engine that counted another number
                 keeps its gate closed.
         """
-        body = {"version": version, "loads": loads, "timeout_s": _ENGINE_DEADLINE_SHARE * self.timeout_s}
+        body = {"version": version, "loads": loads, "timeout_s": self.engine_deadline_s}
         for post in self.post_all(COMMIT_PUSH_PATH, [(url, body) for url in self.urls]):
             post.result()
 

@@ -67,7 +67,7 @@ class Half(nn.Module):
 class Engine:
     """An engine whose two ranks are threads, and the requests to it that a transport makes."""
 
-    timeout_s = TIMEOUT_S
+    timeout_s = engine_deadline_s = TIMEOUT_S
 
     def __init__(self) -> None:
         self.models = [Half(rank) for rank in range(2)]

@@ -1,5 +1,6 @@
 """Transports alone: the fields of their requests, what they free, and what ends communication that hangs."""
 
+import json
 import re
 import socket
 import threading
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.server import checksums
 from arpo_megatron.engine.wire import boxes, connections, groups, sharing
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION
@@ -25,7 +26,7 @@ from arpo_megatron.engine.wire.watchdog import ExchangeAbortedError, Watchdog
 from arpo_megatron.utils.stores import listen
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.sync import probe_gap
-from arpo_megatron.weights.transports import Disk, Exchange
+from arpo_megatron.weights.transports import Disk, Exchange, announce
 from tests.faults import small_disk
 
 TIMEOUT_S = 60.0
@@ -211,6 +212,25 @@ def test_failure_of_rank_zero_is_an_error_of_the_push(answer: str, message: str)
         requests = EngineAdmin([f"http://127.0.0.1:{server.server_port}"], TIMEOUT_S)
         with pytest.raises(WeightPushError, match=message):
             Control(None).on_rank_zero(lambda: requests.engine_shards({}, []))
+        requests.close()
+
+
+def test_engine_reports_its_reason_before_the_request_for_it_times_out() -> None:
+    class WaitsInVain(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            time.sleep(json.loads(body["load_format"].removeprefix(boxes.EXCHANGE_FORMAT))["deadline_s"])
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b"no buffer came")
+
+    with HTTPServer(("127.0.0.1", 0), WaitsInVain) as server:
+        threading.Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        requests = EngineAdmin([url], timeout_s=5.0)
+        posts = announce.start(requests, Exchange("", (EngineEndpoint(url, 1, ""),), (), ()))
+        with pytest.raises(WeightPushError, match="HTTP 400: no buffer came"):
+            announce.run(posts, lambda: None)
         requests.close()
 
 

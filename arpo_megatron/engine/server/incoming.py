@@ -1,6 +1,7 @@
 """The two ways in which a rank's rounds arrive: as messages of a process group, or in memory that a trainer rank
 shares."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -113,12 +114,12 @@ class FromMemory:
         self._connection = connections.connect(link["port"], link["key"])
         self._parameters = parameters
         self._buffers: list[Tensor] = []
-        self._deadline_s = 0.0
+        self._deadline_s = self._deadline = 0.0
 
     @contextmanager
     def opened(self, deadline_s: float) -> Iterator[None]:
         """Map the buffers for one push."""
-        self._deadline_s = deadline_s
+        self._deadline_s, self._deadline = deadline_s, time.monotonic() + deadline_s
         for _ in range(2):
             self._await()
             self._buffers.append(sharing.accept(self._connection, self._parameters.device))
@@ -147,5 +148,5 @@ class FromMemory:
         self._connection.close()
 
     def _await(self) -> None:
-        if not self._connection.poll(self._deadline_s):
-            raise TimeoutError(f"no buffer for {self._deadline_s:g} s")
+        if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
+            raise TimeoutError(f"not all buffers have come within {self._deadline_s:g} s")

@@ -41,12 +41,13 @@ def join(requests: EngineAdmin, exchange: Exchange, links: Sequence[Mapping[str,
 
 def start(requests: EngineAdmin, exchange: Exchange) -> list["Future[Any]"]:
     """Start the exchange in every engine; the answers come at its end."""
+    settings = {"plan": exchange.name, "deadline_s": requests.engine_deadline_s}
     body = {
         "names": [],
         "dtypes": [],
         "shapes": [],
         "group_name": "",
-        "load_format": EXCHANGE_FORMAT + json.dumps({"plan": exchange.name, "deadline_s": requests.timeout_s}),
+        "load_format": EXCHANGE_FORMAT + json.dumps(settings),
         "flush_cache": False,
     }
     return requests.post_all("update_weights_from_distributed", [(engine.url, body) for engine in exchange.engines])

@@ -61,7 +61,7 @@ class Network:
             address = local_address(exchange.engines[0].url)
             self._store = listen(address, 0, members, timeout)
             where = {"kind": "network", "address": address, "port": self._store.port, "name": exchange.name}
-            return where | {"members": members, "backend": self._backend, "timeout_s": self._admin.timeout_s}
+            return where | {"members": members, "backend": self._backend, "timeout_s": self._admin.engine_deadline_s}
 
         link = control.on_rank_zero(open_store)
         links = [link | {"rank": control.ranks + receiver} for receiver in range(len(exchange.bucket_holders))]
