@@ -228,7 +228,7 @@ def push_and_count(_: None) -> None:
 
 def test_all_buffers_of_a_trainer_rank_are_two_buckets_at_most() -> None:
     """Columns must be packed, so a carrier sends from buffers, too."""
-    run_ranks(push_and_count, None, ranks=4, timeout_s=25)
+    run_ranks(push_and_count, None, ranks=4)
 
 
 def test_next_buffer_is_filled_while_an_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
