@@ -7,22 +7,19 @@ own in memory that is there already. Probe and checksums are part of neither.
 """
 
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from arpo_megatron.bench import bare
 from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import ParallelConfig, SyncConfig
-from arpo_megatron.utils.stores import listen
 
 LAYOUTS = {
     "TP2 x PP2": ParallelConfig(tensor=2, pipeline=2, sequence=True),
@@ -32,7 +29,6 @@ LAYOUTS = {
 }
 ENGINE_RANKS = 2
 KINDS = ("network", "ipc")
-_TIMEOUT = timedelta(seconds=300)
 
 
 def bench_resharding(root: Path, bucket_mib: int, repeats: int) -> dict[str, Any]:
@@ -84,17 +80,17 @@ def main() -> None:
         asked = PushSettings(transport=kind, bucket_bytes=bucket, verify_every=0)  # type: ignore[arg-type]  # a literal
         sync = WeightSync(control, requests, chunks, spec, asked, note=lambda _: None)
         sync.push(1)  # verified: all tensors are equal
-        bare = BareExchange(control.rank, sync.rounds, ENGINE_RANKS) if kind == "network" else None
+        floor = BareExchange(control.rank, sync.rounds, ENGINE_RANKS) if kind == "network" else None
         pushes: list[float] = []
         exchanges: list[float] = []
         for version in range(2, 3 + settings["repeats"]):
             dist.barrier()
             pushes.append(sync.push(version).seconds)
-            if bare is not None:
+            if floor is not None:
                 dist.barrier()
-                exchanges.append(bare.seconds())
-        if bare is not None:
-            bare.close()
+                exchanges.append(floor.seconds())
+        if floor is not None:
+            floor.close()
         largest = control.gather(0 if sync.transport is None else sync.transport.largest_buffer)
         if control.rank == 0:
             received = sync.engines.received()
@@ -135,26 +131,23 @@ class BareExchange:
         box: list[Any] = [None]
         self._processes: list[Any] = []
         if rank == 0:
-            self._store = listen("127.0.0.1", 0, trainers + receivers, _TIMEOUT)
+            self._store = bare.make_store(trainers + receivers)
             box = [self._store.port]
         dist.broadcast_object_list(box)
         sizes = [[(each.sender, each.receiver, each.bytes) for each in turn] for turn in rounds]
         if rank == 0:
-            context = multiprocessing.get_context("spawn")
             self._processes = [
-                context.Process(target=_receive, args=(box[0], trainers, receiver, receivers, sizes), daemon=True)
+                bare.start_receiver(_receive, box[0], trainers, receiver, receivers, sizes)
                 for receiver in range(receivers)
             ]
-            for process in self._processes:
-                process.start()
-        self._group = _join(box[0], rank, trainers + receivers)
+        self._group = bare.join(box[0], rank, trainers + receivers)
         self._trainers = trainers
         self._sizes = [[(receiver, count) for sender, receiver, count in turn if sender == rank] for turn in sizes]
         self._source = torch.ones(sum(count for turn in self._sizes for _, count in turn), dtype=torch.uint8)
 
     def seconds(self) -> float:
         """Return the seconds of one exchange, until every receiver has everything."""
-        _meet(self._group, more=True)
+        bare.meet(self._group, more=True)
         started = time.perf_counter()
         first = 0
         for turn in self._sizes:
@@ -164,21 +157,21 @@ class BareExchange:
                 first += count
             for work in works:
                 work.wait()
-        _meet(self._group, more=True)
+        bare.meet(self._group, more=True)
         return time.perf_counter() - started
 
     def close(self) -> None:
-        _meet(self._group, more=False)
+        bare.meet(self._group, more=False)
         for process in self._processes:
             process.join()
 
 
 def _receive(port: int, trainers: int, receiver: int, receivers: int, sizes: Sequence[Sequence[Any]]) -> None:
     torch.set_num_threads(1)
-    group = _join(port, trainers + receiver, trainers + receivers)
+    group = bare.join(port, trainers + receiver, trainers + receivers)
     mine = [[(sender, count) for sender, to, count in turn if to == receiver] for turn in sizes]
     target = torch.zeros(sum(count for turn in mine for _, count in turn), dtype=torch.uint8)
-    while _meet(group, more=True):
+    while bare.meet(group, more=True):
         start = 0
         for turn in mine:
             works = []
@@ -187,19 +180,7 @@ def _receive(port: int, trainers: int, receiver: int, receivers: int, sizes: Seq
                 start += count
             for work in works:
                 work.wait()
-        _meet(group, more=True)
-
-
-def _join(port: int, rank: int, members: int) -> Any:
-    store = PrefixStore("bare", TCPStore("127.0.0.1", port, members, is_master=False, timeout=_TIMEOUT))
-    return ProcessGroupGloo(store, rank, members, _TIMEOUT)
-
-
-def _meet(group: Any, *, more: bool) -> bool:
-    """Wait for all members; return whether all of them want to continue."""
-    votes = torch.tensor([float(not more)])
-    group.allreduce([votes]).wait()
-    return not votes.item()
+        bare.meet(group, more=True)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,11 @@ an engine of two.
 import ctypes
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -35,15 +33,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from arpo_megatron.bench import memory
+from arpo_megatron.bench import bare, memory
 from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
 from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.utils.stores import listen
 
 DTYPE = torch.float32
 VOCABULARY = 12288
@@ -148,30 +144,31 @@ class Floors:
         self._source = torch.ones(size, dtype=torch.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8)
         self._shared = torch.zeros(size, dtype=torch.uint8).share_memory_()
-        store = listen("127.0.0.1", 0, 2, timedelta(seconds=TIMEOUT_S))
-        context = multiprocessing.get_context("spawn")
-        self._ends, other = context.Pipe()
-        self._receiver = context.Process(target=_receive, args=(store.port, size, other), daemon=True)
-        self._receiver.start()
-        self._group = ProcessGroupGloo(store, 0, 2, timedelta(seconds=TIMEOUT_S))
+        self._store = bare.make_store(2)
+        self._receiver = bare.start_receiver(_receive, self._store.port, size)
+        self._group = bare.join(self._store.port, 0, 2)
 
     def seconds(self, transport: str) -> float:
         """Return the seconds of one transfer and one copy."""
-        bare: dict[str, Callable[[], None]] = {"network": self._broadcast, "ipc": self._copy_out, "disk": self._disk}
+        transfers: dict[str, Callable[[], None]] = {
+            "network": self._broadcast,
+            "ipc": self._copy_out,
+            "disk": self._disk,
+        }
         started = time.perf_counter()
-        bare[transport]()
+        transfers[transport]()
         self._target.copy_(self._source)
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Close the pipe to the receiver process and wait for its end."""
-        self._ends.close()
+        """End the receiver's process."""
+        bare.meet(self._group, more=False)
         self._receiver.join()
 
     def _broadcast(self) -> None:
-        self._ends.send(None)
-        self._group.broadcast([self._source]).wait()  # type: ignore[attr-defined]  # missing in the stubs
-        self._ends.recv()
+        bare.meet(self._group, more=True)
+        self._group.broadcast([self._source]).wait()
+        bare.meet(self._group, more=True)
 
     def _copy_out(self) -> None:
         self._shared.copy_(self._source)
@@ -184,17 +181,12 @@ class Floors:
         self._file.unlink()
 
 
-def _receive(port: int, size: int, pipe: Any) -> None:
-    store = TCPStore("127.0.0.1", port, 2, is_master=False)
-    group = ProcessGroupGloo(store, 1, 2, timedelta(seconds=TIMEOUT_S))
+def _receive(port: int, size: int) -> None:
+    group = bare.join(port, 1, 2)
     target = torch.zeros(size, dtype=torch.uint8)
-    try:
-        while True:
-            pipe.recv()
-            group.broadcast([target]).wait()  # type: ignore[attr-defined]  # missing in the stubs
-            pipe.send(None)
-    except EOFError:
-        pass
+    while bare.meet(group, more=True):
+        group.broadcast([target]).wait()
+        bare.meet(group, more=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ SCALES = "_scale_inv"
 """End of the name of a tensor's scales, as in quantized models on the Hugging Face hub."""
 FP8 = torch.float8_e4m3fn
 
-_LARGEST = 448.0
 _SMALLEST = 1e-4
 """Least magnitude that a block's scale is made for."""
 _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000
@@ -43,11 +42,6 @@ def quantized(weight: Tensor) -> Tensor:
 def block_scales(weight: Tensor) -> Tensor:
     """Return the scales of weights [rows, columns] as float32[rows / 128, columns / 128]."""
     return torch.cat([_scales(_blocks(part))[:, 0, :, 0] for part in _slabs(weight)])
-
-
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32[rows, columns] that float8 values and their scales stand for."""
-    return (_blocks(values).float() * scales[:, None, :, None]).view(values.shape)
 
 
 def _scales_of(entry: Entry) -> Entry:
@@ -75,5 +69,5 @@ def _blocks(weight: Tensor) -> Tensor:
 
 def _scales(blocks: Tensor) -> Tensor:
     largest = blocks.abs().amax((1, 3), keepdim=True).float().clamp(_SMALLEST)
-    bits = (largest / _LARGEST).view(torch.int32)
+    bits = (largest / torch.finfo(FP8).max).view(torch.int32)
     return ((bits + _MANTISSA) & _EXPONENT).view(torch.float32)  # rounds up to a power of two

@@ -13,12 +13,13 @@ from torch import Tensor
 from arpo_megatron.config import EngineConfig, ParallelConfig
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
+from arpo_megatron.engine.server.fp8_on_cpu import dequantized
 from arpo_megatron.engine.server.parameters import EngineParameters
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.trainer.consistency import GAP_LIMITS
 from arpo_megatron.weights import reshard
-from arpo_megatron.weights.blockwise import FP8, SCALES, block_scales, dequantized, quantized
+from arpo_megatron.weights.blockwise import FP8, SCALES, block_scales, quantized
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import PushSettings, WeightSync, probe_gap

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 
 _BLOCK = 128
 _FP8 = torch.float8_e4m3fn
-_LARGEST = 448.0
+_LARGEST = torch.finfo(_FP8).max
 _SMALLEST = 1e-10
 """Least magnitude that a scale is made for, as in SGLang's `per_token_group_quant_fp8`."""
 
