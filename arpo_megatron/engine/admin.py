@@ -224,14 +224,6 @@ class EngineAdmin:
         return session
 
 
-def first_push_error(posts: Sequence["Future[Any]"], otherwise: str) -> WeightPushError:
-    """Return the first error with which an engine has answered, or a WeightPushError with the text `otherwise`."""
-    for post in posts:
-        if post.done() and isinstance(error := post.exception(), WeightPushError):
-            return error
-    return WeightPushError(otherwise)
-
-
 def local_address(url: str) -> str:
     """Return the address under which the engine's host reaches this machine."""
     parts = urlsplit(url)

@@ -100,7 +100,7 @@ async def post_generation(
                 return _checked(await response.read())
             deadline.reschedule(loop.time() + QUEUE_FACTOR * timeout_s)
             runs = False
-            async for event in _events(response.content):
+            async for event in server_events(response.content):
                 answer = _checked(event)
                 if answer["meta_info"]["finish_reason"] is not None:
                     return answer
@@ -155,8 +155,8 @@ async def read_version(session: aiohttp.ClientSession, engine: EngineState) -> i
         return version_of(await response.json())
 
 
-async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event."""
+async def server_events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the JSON of each server-sent event, of any length: aiohttp's own reader refuses long lines."""
     rest = b""
     async for block in stream.iter_any():
         *events, rest = (rest + block).split(b"\n\n")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from arpo_megatron.engine.exchange import server_events
 from arpo_megatron.engine.request import EngineFinish, EngineRefusedError, Sampling, version_of
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.engine.wire.endpoints import bearer
@@ -68,10 +69,8 @@ async def stream_generation(
     async with session.post(f"{url}/generate", json=body, headers=bearer(token)) as response:
         if response.status != 200:
             raise EngineRefusedError(f"HTTP {response.status}: {(await response.text(errors='replace'))[:500]}")
-        async for line in _lines(response.content):
-            if not line.startswith(b"data: {"):
-                continue
-            answer = json.loads(line[6:])
+        async for event in server_events(response.content):
+            answer = json.loads(event)
             if "meta_info" not in answer:
                 raise EngineRefusedError(str(answer.get("error", answer))[:500])
             streamed = read.add(answer.get("output_ids") or [], answer["meta_info"])
@@ -79,16 +78,6 @@ async def stream_generation(
             if streamed.finish is not None:
                 return
     raise EngineRefusedError("the engine ended the stream without a reason")
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield whole lines of any length: each has all tokens so far, and aiohttp's own reader refuses long ones."""
-    rest = b""
-    async for part in content.iter_any():
-        *whole, rest = (rest + part).split(b"\n")
-        for line in whole:
-            yield line
-    yield rest
 
 
 class _Reader:

@@ -40,7 +40,7 @@ class LocalShard:
             table: result of `reshard.pushed`.
 
         Raises:
-            ValueError: a parameter has not the shape that the plan will expect.
+            ValueError: a parameter does not have the shape that the plan expects.
         """
         local = LocalParameters.of(chunks)
         mp = parallel_state
@@ -62,7 +62,7 @@ class LocalShard:
             for (name, box), view in zip(boxes_in(entry, rank), views, strict=True):
                 of_weights = _weights_of(name, box)
                 if tuple(view.shape) != tuple(last - first for first, last in of_weights):
-                    raise ValueError(f"{found[0]} holds {tuple(view.shape)} where the plan expects {name}{list(box)}")
+                    raise ValueError(f"{found[0]} has shape {tuple(view.shape)}; the plan expects {name}{list(box)}")
                 parts.setdefault(name, {})[box] = view
         one = next(iter(local.parameters.values()))
         shard = TrainerShard(device_name(one.device), host_name(), tensor, expert, tuple(held))

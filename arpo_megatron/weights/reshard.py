@@ -123,6 +123,21 @@ def plan_rounds(
     Raises:
         ValueError: an engine rank holds something that no trainer rank has, or no engine rank holds a part of a tensor.
     """
+    queues = _assign(held, trainers, engines, types, bucket_bytes)
+    rounds: list[Round] = []
+    while any(any(queue.values()) for queue in queues):
+        rounds.append(_next_round(queues, bucket_holders, bucket_bytes, turn=len(rounds)))
+    return rounds
+
+
+def _assign(
+    held: Mapping[str, Mapping[Box, Sequence[int]]],
+    trainers: Sequence[TrainerShard],
+    engines: Sequence[EngineShard],
+    types: Mapping[str, TensorType],
+    bucket_bytes: int,
+) -> list[dict[int, deque[BoxPart]]]:
+    """Return, for each engine rank, the pieces that each trainer rank sends to it. Raises ValueError: `plan_rounds`."""
     queues: list[dict[int, deque[BoxPart]]] = [{} for _ in engines]
     sent = [0] * len(trainers)
     for name, kind in types.items():
@@ -143,10 +158,7 @@ def plan_rounds(
                     raise ValueError(f"the trainer holds {found} of the {size(box)} elements of {name}{list(box)}")
         if (covered := _union(distinct)) != size(kind.whole):
             raise ValueError(f"the engines hold {covered} of the {size(kind.whole)} elements of {name}")
-    rounds: list[Round] = []
-    while any(any(queue.values()) for queue in queues):
-        rounds.append(_next_round(queues, bucket_holders, bucket_bytes, turn=len(rounds)))
-    return rounds
+    return queues
 
 
 def _next_round(

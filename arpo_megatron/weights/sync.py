@@ -215,17 +215,15 @@ class WeightSync:
         """Choose the transport and give every engine its part of the plan."""
         self._disconnect()
         control, local, settings = self._control, self._local, self._settings
+        self._trainers = control.gather(local.shard)
+        self._owners = reshard.owners(self._table, self._trainers)
         if settings.transport == "disk":
             buckets = partial(hf_buckets, self._chunks, self._spec, settings.bucket_bytes)
             self._transport = Disk(control, self._admin, buckets, settings.directory)
-            self._trainers = control.gather(local.shard)
-            self._owners = reshard.owners(self._table, self._trainers)
             self._transport.connect(Exchange("", engines, (), ()))
             return
         together = [list(entry.hf) for entry in self._table]
         by_engine = control.on_rank_zero(lambda: self._admin.engine_shards(local.types, together))
-        self._trainers = control.gather(local.shard)
-        self._owners = reshard.owners(self._table, self._trainers)
         held = [shard for engine in by_engine for shard in engine]
         transport, reason = choose_transport(
             settings.transport, self._trainers, held, on_gpu=local.device.type == "cuda"
@@ -241,14 +239,12 @@ class WeightSync:
             )
         except ValueError as error:
             raise WeightPushError(f"the engines' weights do not fit the trainer's: {error}") from error
-        self._transport = self._reaching(transport)
+        if transport == "ipc":
+            self._transport = Ipc(control, self._admin, local)
+        else:
+            self._transport = Network(control, self._admin, local, transport)
         name = control.on_rank_zero(lambda: secrets.token_hex(8))
         self._transport.connect(Exchange(name, engines, self._rounds, bucket_holders))
-
-    def _reaching(self, transport: str) -> Transport:
-        if transport == "ipc":
-            return Ipc(self._control, self._admin, self._local)
-        return Network(self._control, self._admin, self._local, transport)
 
     def _send(self) -> int:
         """Send on every rank; return the number of loads. Raises WeightPushError on all ranks if one of them fails."""

@@ -77,12 +77,9 @@ class EngineParameters:
         self._model = model
         self.types = types
         self.device = next(model.parameters()).device
-        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         copies = find_copies(model, types)
-        for name, of_name in copies.items():
-            boxes = [(box_of(view, types[name].shape), values.detach()) for values, view in of_name]
-            if boxes and all(box is not None and values.shape == _shape(box) for box, values in boxes):
-                self._parts[name] = [(box, values) for box, values in boxes if box is not None]
+        parts = {name: _as_boxes(of_name, types[name].shape) for name, of_name in copies.items()}
+        self._parts = {name: boxes for name, boxes in parts.items() if boxes}
         # Without a copy, the rank does not hold the tensor.
         computed = {name for name in copies if copies[name] and name not in self._parts}
         self._computed = [[name for name in names if name in computed] for names in together]
@@ -173,5 +170,12 @@ def _check_formats(name: str, sent: torch.dtype, held: Sequence[torch.dtype]) ->
         raise ValueError(f"the engine holds {name} in {wrong[0]}, but the trainer sends {sent}")
 
 
-def _shape(box: Box | None) -> tuple[int, ...] | None:
-    return None if box is None else tuple(last - first for first, last in box)
+def _as_boxes(copies: Sequence[Copy], whole: Sequence[int]) -> list[tuple[Box, Tensor]]:
+    """Return the boxes that are copied, and their places; none if one of the copies is not of a box."""
+    found: list[tuple[Box, Tensor]] = []
+    for values, view in copies:
+        box = box_of(view, whole)
+        if box is None or values.shape != view.shape:
+            return []
+        found.append((box, values.detach()))
+    return found

@@ -23,7 +23,7 @@ from arpo_megatron.engine.wire.boxes import (
     LAYOUT_ACTION,
     PLAN_ACTION,
     TensorType,
-    message_from_json,
+    WeightMessage,
 )
 from arpo_megatron.engine.wire.checksums import RECEIVED_ACTION
 from arpo_megatron.engine.wire.devices import device_name, host_name
@@ -41,7 +41,7 @@ class Shard:
     def __init__(self) -> None:
         self.parameters: EngineParameters | None = None
         self._incoming: Incoming | None = None
-        self._rounds: list[list[Any]] = []
+        self._rounds: list[list[WeightMessage]] = []
         self._plan = ""
         self._received = 0
 
@@ -59,7 +59,7 @@ class Shard:
             ValueError: the pieces do not cover what this rank holds exactly once, or no layout was asked for.
         """
         self.leave()
-        plan = [[message_from_json(data) for data in turn] for turn in rounds]
+        plan = [[WeightMessage.from_json(data) for data in turn] for turn in rounds]
         self._held().check_cover([piece for turn in plan for message in turn for piece in message.pieces])
         self._rounds = plan
 
@@ -108,7 +108,7 @@ class Shard:
 
 
 _shard = Shard()
-"""This process's."""
+"""The shard of this process."""
 
 
 def register_hooks() -> None:

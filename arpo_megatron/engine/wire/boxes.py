@@ -146,13 +146,14 @@ class WeightMessage:
         return sum(map(_room, self.pieces))
 
     def as_json(self) -> list[Any]:
-        """Return what the receiver must know, as JSON-safe values."""
-        return [self.sender, [piece.as_json() for piece in self.pieces]]
+        """Return the fields as JSON-safe values."""
+        return [self.sender, self.receiver, [piece.as_json() for piece in self.pieces]]
 
-
-def message_from_json(data: Sequence[Any], receiver: int = 0) -> WeightMessage:
-    """Return the message whose `as_json` gave `data`."""
-    return WeightMessage(data[0], receiver, tuple(map(BoxPart.from_json, data[1])))
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> Self:
+        """Return the object whose `as_json` gave `data`."""
+        sender, receiver, pieces = data
+        return cls(sender, receiver, tuple(map(BoxPart.from_json, pieces)))
 
 
 def unpack(flat: Tensor, pieces: Sequence[BoxPart], types: Mapping[str, TensorType]) -> list[Tensor]:

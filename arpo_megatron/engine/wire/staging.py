@@ -14,7 +14,8 @@ class Staging:
         self.current = 0
         """Index of the buffer that is filled: 0 or 1."""
         self._buffers: list[Tensor | None] = [None, None]
-        self._used = 0
+        self.used = 0
+        """Bytes of that buffer that have been taken."""
         self.largest = 0
         """Bytes of the larger buffer so far."""
 
@@ -26,25 +27,19 @@ class Staging:
     def switch(self, size: int) -> None:
         """Switch to the other buffer, which must have room for `size` bytes; what it held is lost."""
         self.current = 1 - self.current
-        self._used = 0
+        self.used = 0
         held = self._buffers[self.current]
         if held is None or len(held) < size:
             self._buffers[self.current] = None  # before the larger one is made
             self._buffers[self.current] = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.largest = max(self.largest, size)
 
-    @property
-    def used(self) -> int:
-        """Bytes of the buffer that have been taken."""
-        return self._used
-
     def take(self, size: int) -> Tensor:
         """Return the next uint8[size] of the buffer."""
         buffer = self._buffers[self.current]
-        if buffer is None or self._used + size > len(buffer):
-            raise AssertionError("a round needs more memory than it announced")
-        self._used += size
-        return buffer[self._used - size : self._used]
+        start, self.used = self.used, self.used + size
+        assert buffer is not None and self.used <= len(buffer), "a round needs more memory than it announced"
+        return buffer[start : self.used]
 
     def free(self) -> None:
         """Free both buffers."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_push_error
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError, first_line
 from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, JOIN_ACTION, PLAN_ACTION
 from arpo_megatron.weights.transports.base import Exchange
 
@@ -63,8 +63,7 @@ def run(posts: Sequence["Future[Any]"], work: Callable[[], None]) -> None:
         work()
     except (RuntimeError, OSError, EOFError) as error:
         concurrent.futures.wait(posts, _ANSWER_S, concurrent.futures.FIRST_EXCEPTION)
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        raise first_push_error(posts, text[0][:300]) from error
+        raise WeightPushError(first_failure(posts) or first_line(str(error) or type(error).__name__)) from error
     for post in posts:
         post.result()
 

@@ -54,15 +54,14 @@ class Disk:
             self._directory.mkdir(parents=True)
         except OSError as error:
             raise WeightPushError(f"sync.directory: {error}") from error
-        loads = 0
+        loads: list[Future[int]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="weight-writer") as writer:
-            last: Future[int] | None = None
             for bucket in buckets:
-                loads += 0 if last is None else last.result()
-                last = writer.submit(self._write_and_load, bucket)
-            loads += 0 if last is None else last.result()
+                if loads:
+                    loads[-1].result()
+                loads.append(writer.submit(self._write_and_load, bucket))
         self.close()
-        return loads
+        return sum(load.result() for load in loads)
 
     def _write_and_load(self, bucket: Bucket) -> int:
         """Return the number of requests that loaded something: 0 or 1."""

@@ -94,8 +94,7 @@ class Ipc:
 
     def send(self) -> int:
         """Send this rank's messages, and hand over what arrives for its engine ranks."""
-        if self._exchange is None:
-            raise AssertionError("connect comes first")
+        assert self._exchange is not None, "connect comes first"
         posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
         try:
             announce.run(posts, partial(self._run, posts))
@@ -210,14 +209,12 @@ class Ipc:
 
     def _holder(self, message: WeightMessage) -> int:
         """Return the trainer rank that carries for a message's engine rank."""
-        if self._exchange is None:
-            raise AssertionError("connect comes first")
+        assert self._exchange is not None, "connect comes first"
         return self._exchange.bucket_holders[message.receiver]
 
     def _operation(self, kind: Any, flat: Tensor, rank: int) -> dist.P2POp:
         """Return an operation with another trainer rank."""
-        if self._group is None:
-            raise AssertionError("a rank without a group has no message for others")
+        assert self._group is not None, "a lone rank has no message for others"
         return dist.P2POp(kind, flat, group=self._group.group, group_peer=rank)
 
 

@@ -84,8 +84,7 @@ class Network:
 
     def send(self) -> int:
         """Send this rank's messages, round by round."""
-        if self._exchange is None:
-            raise AssertionError("connect comes first")
+        assert self._exchange is not None, "connect comes first"
         posts = announce.start(self._admin, self._exchange) if self._control.rank == 0 else []
         try:
             announce.run(posts, partial(self._run, posts))
@@ -128,6 +127,5 @@ class Network:
 
     @property
     def _joined(self) -> PushGroup:
-        if self._group is None:
-            raise AssertionError("connect comes first")
+        assert self._group is not None, "connect comes first"
         return self._group
