@@ -33,9 +33,9 @@ torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
 step "1/4 $torch" $pip install --no-compile "$torch"
 # --no-deps: the lock is complete, and sglang's own requirements name CUDA packages that a CPU machine cannot use.
 step "2/4 $(grep -c '==' requirements.lock) pinned packages" $pip install --no-compile --no-deps -r requirements.lock
+step "3/4 arpo-megatron" $pip install --no-deps -e .
 # pip would compile on one core only. Some packages ship templates that do not compile: as in pip, that is no failure.
-say "3/4 byte code"
-.venv/bin/python -m compileall -qq -j 0 .venv/lib >>$log 2>&1 || true
-step "4/4 arpo-megatron" $pip install --no-deps -e .
+say "4/4 byte code"
+.venv/bin/python -m compileall -qq -j 0 .venv/lib arpo_megatron tools_sandbox recipes >>$log 2>&1 || true
 printf '%s\n' "$want" >$stamp
 say "done: .venv/bin/arpo --help"
