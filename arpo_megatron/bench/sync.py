@@ -118,7 +118,7 @@ def _make_model(directory: Path, megabytes: int, vocabulary: int) -> ModelSpec:
     config["num_hidden_layers"] = 2
     file.write_text(json.dumps(config))
     step = hf_bytes(ModelSpec.from_hf(directory), DTYPE.itemsize) - one
-    config["num_hidden_layers"] = 1 + max(0, ceil((megabytes * 1e6 - one) / step))
+    config["num_hidden_layers"] = 1 + max(1, ceil((megabytes * 1e6 - one) / step))  # two stages need two layers
     file.write_text(json.dumps(config))
     spec = ModelSpec.from_hf(directory)
     draw = torch.Generator().manual_seed(1)
