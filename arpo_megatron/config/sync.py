@@ -23,13 +23,13 @@ class SyncConfig:
     bucket_mib: Positive = 256
     """A process sends or receives at most this many MiB of weights at a time, and holds at most two such buckets."""
     verify_every: NonNegative = 20
-    """At an engine's first push and at every n-th, checksums of all weights are compared, and the probe that
-    follows every push is a long one; 0: only at the first."""
+    """At an engine's first push, after a failed push and at every n-th one, checksums of all weights are compared, and
+    the probe that follows every push is a long one. 0: not at every n-th."""
     directory: Path | None = None
     """With `disk`: a directory with the same path on all machines. None: the run directory."""
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of tensors in a bucket: `bucket_mib` minus a push's overhead (docs/guides/engines-and-weights.md)."""
+        """Bytes of tensors in a bucket: `bucket_mib` less what a push needs next to its buckets."""
         whole = self.bucket_mib * 2**20
         return whole - min(12 * 2**20, 3 * whole // 8)

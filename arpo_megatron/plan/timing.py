@@ -36,8 +36,8 @@ DECODE_REDUCTION_S = 10e-6
 PUSH_OVERHEAD_S = 1.0
 """Fixed time of a weight push: begin, commit, probe."""
 GLOO_SPEED = 4e9
-"""Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; on two
-slow cores it is 1.2 to 1.5 GB/s (docs/guides/engines-and-weights.md, the floor of `arpo bench sync`)."""
+"""Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; in
+`arpo bench sync`, `floor_s` of `network` has the seconds of such a transfer and of one more copy."""
 LENDING_S = 1.0
 """Time per step for engines to lend their memory to the trainer and to take it back. Assumption; `arpo bench gpu push`
 measures it."""

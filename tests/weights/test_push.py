@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_first_push_after_a_failure_and_every_nth_are_verified(engine: EngineHan
                 sync.push(10)
             engines.resume_memory(WEIGHTS, *KV_CACHE)
             assert sync.push(11).verified
+
+
+def test_push_to_a_restarted_engine_has_a_new_plan_and_is_verified(engine: EngineHandle, tmp_path: Path) -> None:
+    with trainer(tmp_path, 12).sync(engine.url, verify_every=0) as sync:
+        sync.push(12)
+        assert not sync.push(13).verified
+        begin, planned = sync.engines.begin_push, sync.rounds
+        sync.engines.begin_push = lambda version: tuple(  # type: ignore[method-assign]
+            replace(each, incarnation="another") for each in begin(version)
+        )
+        assert sync.push(14).verified
+        assert sync.rounds is not planned
 
 
 def test_push_waits_for_running_generations_and_refuses_new_ones(engine: EngineHandle, tmp_path: Path) -> None:
