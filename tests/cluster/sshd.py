@@ -1,6 +1,5 @@
 """A real sshd on this machine, as the login node of a remote cluster."""
 
-import os
 import shutil
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from arpo_megatron.utils.ports import free_ports
 
 SSHD = "/usr/sbin/sshd"
-INSTALL = Path(__file__).resolve().parents[2] / "slurm" / "onebox" / "install.sh"
+PACKAGE = "openssh-server"
 
 
 @dataclass(frozen=True)
@@ -24,16 +23,6 @@ class Sshd:
     port: int
     key: Path
     log: Path
-
-
-def install() -> str:
-    """Install sshd if it is missing. Return the reason if that fails, else an empty string."""
-    if Path(SSHD).exists():
-        return ""
-    if shutil.which("apt-get") is None or os.getuid():
-        return "no sshd, and only root with apt-get can install one"
-    done = subprocess.run([INSTALL, "openssh-server"], capture_output=True, text=True, timeout=180)
-    return "" if done.returncode == 0 else done.stderr[-200:]
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from tests.cluster import sshd
 from tests.cluster.onebox import LIVE, TINY, Job, Onebox
 from tests.cluster.pyxis import pyxis
 from tests.faults import small_disk
+from tests.packages import install
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slurm_campaign]
 
@@ -397,7 +398,7 @@ def test_run_in_the_queue_is_not_submitted_again(box: Onebox, calm: Undisturbed)
 
 
 def test_remote_login_node_is_reached_over_ssh(box: Onebox, calm: Undisturbed, tmp_path: Path) -> None:
-    if why := sshd.install():
+    if why := install(sshd.SSHD, sshd.PACKAGE):
         pytest.skip(f"no sshd: {why}")
     secret, run = secrets.token_hex(16), box.runs / "over-ssh"
     config = tmp_path / "steps.yaml"

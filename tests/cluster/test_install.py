@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import sshd
 from tests.cluster.onebox import ROOT
+from tests.packages import INSTALL
 
 
 @pytest.mark.parametrize(("before", "code"), [(None, 0), ("#!/bin/sh\nexit 104\n", 0), (None, 100)])
@@ -24,7 +24,7 @@ def test_package_installation_starts_no_service(tmp_path: Path, before: str | No
     )
     apt.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "POLICY": str(policy)}
-    assert subprocess.run([sshd.INSTALL, "munge"], env=environment).returncode == code
+    assert subprocess.run([INSTALL, "munge"], env=environment).returncode == code
     assert log.read_text() == "101 -o DPkg::Lock::Timeout=300 install -y --no-install-recommends munge\n"
     assert (policy.read_text() if policy.exists() else None) == before
 

@@ -17,12 +17,13 @@ from arpo_megatron.cluster.ssh import LoginNode
 from arpo_megatron.errors import UserError
 from tests.cluster import sshd
 from tests.faults import small_disk
+from tests.packages import install
 from tests.view.stored_run import make_run
 
 
 @pytest.fixture(scope="module")
 def server(pytestconfig: pytest.Config) -> Iterator[sshd.Sshd]:
-    if pytestconfig.getoption("--campaigns") and (why := sshd.install()):
+    if pytestconfig.getoption("--campaigns") and (why := install(sshd.SSHD, sshd.PACKAGE)):
         pytest.skip(why)
     if not Path(sshd.SSHD).exists():
         pytest.skip("no sshd; `make campaigns` installs one")
