@@ -1,13 +1,15 @@
-"""A Slurm for the tests of a module."""
+"""A Slurm for the tests of a module, and the training that they disturb."""
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.onebox import SCRIPT, Onebox
+from tests.cluster.training import Undisturbed, train_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +22,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Onebox]:
     slurm = Onebox.start(tmp_path_factory.mktemp("runs"))
     yield slurm
     slurm.stop()
+
+
+@pytest.fixture(scope="module")
+def calm(box: Onebox, once: Callable[[str, Callable[[Path], None]], Path]) -> Undisturbed:
+    """The training without disturbance; one run of pytest has it once."""
+    return Undisturbed.read(once("undisturbed", lambda folder: train_undisturbed(box, folder)))

@@ -42,7 +42,7 @@ def test_slurm_campaign_is_skipped_with_the_reason_if_slurm_is_not_installable(t
             "-p",
             "no:cacheprovider",
             "--campaigns",
-            "tests/cluster/test_campaign.py",
+            "tests/cluster/test_faults.py",
         ],
         cwd=ROOT,
         env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)},
@@ -50,6 +50,6 @@ def test_slurm_campaign_is_skipped_with_the_reason_if_slurm_is_not_installable(t
         text=True,
     )
     reason = "no Slurm: onebox: .* is not installed: "
-    found = re.findall(rf"^SKIPPED \[\d+\] tests/cluster/test_campaign.py\S*: {reason}", done.stdout, re.MULTILINE)
+    found = re.findall(rf"^SKIPPED \[\d+\] tests/cluster/test_faults.py\S*: {reason}", done.stdout, re.MULTILINE)
     assert done.returncode == 0 and found, done.stdout
     assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE), done.stdout

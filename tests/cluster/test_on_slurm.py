@@ -1,4 +1,4 @@
-"""One job on a real Slurm of two nodes, from the preflight check to its export; faults are in test_campaign.py."""
+"""One job on a real Slurm of two nodes, from the preflight check to its export; faults are in test_faults.py."""
 
 import secrets
 import shlex

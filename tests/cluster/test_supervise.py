@@ -1,6 +1,6 @@
 """How a job ends if Slurm refuses or does not answer.
 
-Slurm is a stand-in, because a real one cannot be made to fail at these moments. (test_campaign.py has a requeue that a
+Slurm is a stand-in, because a real one cannot be made to fail at these moments. (test_requeues.py has a requeue that a
 real one refuses.)
 """
 
