@@ -147,15 +147,16 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
 
 def save(actor: Actor, directory: Path) -> None:
     """Write the state to an existing empty directory; all ranks call it, and it returns when everything is written."""
-    _write(actor.snapshot(directory))
+    write(actor.snapshot(directory))
 
 
 def save_weights(actor: Actor, directory: Path) -> None:
     """Write the weights alone, like `save`."""
-    _write(WeightsOnly(actor.chunks).snapshot(directory))
+    write(WeightsOnly(actor.chunks).snapshot(directory))
 
 
-def _write(taken: TrainingSnapshot) -> None:
+def write(taken: TrainingSnapshot) -> None:
+    """Write a snapshot; all ranks call it."""
     written = parallel.gather_objects(taken.write()[0])
     if parallel.is_rank_zero():
         taken.finish(written)
