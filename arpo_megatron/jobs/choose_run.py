@@ -1,6 +1,5 @@
 """Choose the run directory of a config: create a fresh one, or find the run to resume."""
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -43,12 +42,10 @@ def fresh(config: JobConfig) -> RunDirectory:
         check_fresh(config)
         path = config.run_dir or _chosen(config)
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} is not writable")
+        run = RunDirectory(path)
+        save_config(config, run.config)
     except OSError as error:
-        raise UserError(f"cannot create the run directory {next_path(config)}: {error.strerror or error}") from None
-    run = RunDirectory(path)
-    save_config(config, run.config)
+        raise UserError(f"cannot create the run directory {next_path(config)}: {error.strerror}") from None
     return run
 
 

@@ -29,7 +29,7 @@ def watched_ranks(supervisor: Supervisor, run: RunDirectory, ranks: int, timeout
     """Inside the block, the supervisor ends a job whose ranks hang, after they have written their stacks.
 
     Args:
-        supervisor: raises ProcessDiedError from its `check`.
+        supervisor: raises HangError from its `check`.
         run: run directory; `heartbeats` is emptied.
         ranks: number of trainer ranks.
         timeout_s: longest time without progress, from the start of the block on.
@@ -44,7 +44,7 @@ def watched_ranks(supervisor: Supervisor, run: RunDirectory, ranks: int, timeout
 
 
 def _check(folder: Path, ranks: int, timeout_s: float) -> Callable[[], None]:
-    """Return a check that raises ProcessDiedError once the counts have not changed for `timeout_s`."""
+    """Return a check that raises HangError once the counts have not changed for `timeout_s`."""
     seen, since, read = dict[int, str](), time.monotonic(), 0.0
 
     def check() -> None:

@@ -66,7 +66,6 @@ class SupervisedProcess:
     restarts: int = 0
     error: str = ""
     """Why it was last restarted."""
-
     sized: float = field(default_factory=time.monotonic)
     """When the size of the log was last checked."""
 
@@ -334,11 +333,8 @@ class _Services:
             service.rotate_log()
             now = time.monotonic()
             if now >= deadline:
-                return (
-                    f"did not answer for {spec.hang_timeout_s:g} s"
-                    if service.up
-                    else f"was not ready after {spec.startup_timeout_s:g} s"
-                ), 1
+                late = f"did not answer for {spec.hang_timeout_s:g} s"
+                return late if service.up else f"was not ready after {spec.startup_timeout_s:g} s", 1
             if now >= next_probe and _answers(spec.url + (spec.alive if service.up else spec.ready), deadline - now):
                 if not service.up:
                     service.set_up(True)

@@ -8,7 +8,7 @@ from arpo_megatron.hardware.specs import GIB
 from arpo_megatron.jobs.tool_file import searches_per_s
 from arpo_megatron.plan.fit import JobEstimate
 from arpo_megatron.plan.recompute import describe
-from arpo_megatron.plan.search import LayoutSearchResult
+from arpo_megatron.plan.search import TOLERANCE, LayoutSearchResult
 from arpo_megatron.plan.workload import TYPICAL_FILL, call_seconds
 
 LAYOUT_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -36,6 +36,7 @@ def render_search(found: LayoutSearchResult) -> str:
     """Return the best layouts, and the number of others by reason of failure."""
     lines = [f"layouts on the same GPUs: {found.tried} tried, {found.fit} fit"]
     if found.best:
+        lines.append(f"first the simplest within {TOLERANCE - 1:.0%} of the fastest, then by time")
         lines.append(f"  {'s/step':>7} {'GPU-h':>6} {'GiB':>5} {'batch':>5}  layout")
     for plan in found.best:
         batch = f"{plan.decode_batch:.0f}" if plan.decode_batch else "-"

@@ -9,8 +9,8 @@ from typing import Literal
 
 from arpo_megatron.errors import UserError
 
-CHECK_S = 25.0
-CHECKS_S = 40.0
+CHECK_S, CHECKS_S = 25.0, 40.0
+"""Time limits of one check, and of all checks of a node, whose other tasks wait for them."""
 Level = Literal["ok", "warning", "failure"]
 
 
@@ -64,11 +64,9 @@ def _answer(name: str, check: Callable[[], CheckResult], within_s: float) -> Che
     thread = threading.Thread(target=lambda: found.append(_tried(name, check)), daemon=True, name=f"check {name}")
     thread.start()
     thread.join(within_s)
-    return (
-        found[0]
-        if found
-        else failure(name, f"no answer for {within_s:.0f} s", "check the filesystem, device or service that hangs")
-    )
+    if found:
+        return found[0]
+    return failure(name, f"no answer for {within_s:.0f} s", "check the filesystem, device or service that hangs")
 
 
 def _tried(name: str, check: Callable[[], CheckResult]) -> CheckResult:
