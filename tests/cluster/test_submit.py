@@ -161,7 +161,7 @@ def test_dry_run_on_64_nodes_shows_ports_steps_files_and_bytes(recipe: str, rank
     assert f"# srun: 68 steps at a time ({ranks} tasks of the trainer in one)" in text
     assert f"# files: {ranks + 3} per checkpoint; {ranks} heartbeats every 5 s\n" in text
     rows = re.findall(r"^#   (\w+) .*? ([\d.]+) GB  (.+?) +([\d.]+) s$", text, re.MULTILINE)
-    assert [row[0] for row in rows] == [*kinds, "gradients", "weight", "checkpoint"]
+    assert [row[0] for row in rows] == ["rollouts", *kinds, "gradients", "weight", "checkpoint"]
     peaks = {"GPU to its node": 450, "GPU to other nodes": 50, "filesystem": 2}
     for _, size, link, floor in rows:
         assert float(floor) == pytest.approx(float(size) / peaks[link], abs=0.011)
