@@ -36,7 +36,7 @@ def test_export_takes_the_memory_of_four_layers_at_most(tmp_path: Path) -> None:
     del chunks
     ctypes.CDLL(None).malloc_trim(0)  # what was freed would hide what the export takes
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
     write_tensors(stored_tensors(stored, SPEC, "float32"), hf_shapes(SPEC), torch.float32, tmp_path, 2**30)
     assert (tmp_path / "model.safetensors").stat().st_size > SPEC.layers * LAYER_BYTES
     assert memory("VmHWM") - before < 4 * LAYER_BYTES

@@ -1,4 +1,4 @@
-"""What a job finds on a cluster: containers, used ports, other jobs, and a login node behind SSH."""
+"""A job with the surroundings of a cluster: containers, used ports, other jobs, and a login node reached by SSH."""
 
 import getpass
 import re
