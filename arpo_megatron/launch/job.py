@@ -18,6 +18,7 @@ from arpo_megatron.jobs.inputs import check_inputs, prepare
 from arpo_megatron.jobs.prompts import environment_notes
 from arpo_megatron.jobs.run_directory import TRAINING, RunDirectory, start_model
 from arpo_megatron.launch.backend import Backend, LocalBackend
+from arpo_megatron.launch.preflight.machine import check_pins
 from arpo_megatron.launch.services import Job, run_trainer, running_services
 from arpo_megatron.launch.silent_directory import report_silence
 from arpo_megatron.launch.supervisor import Supervisor
@@ -206,8 +207,19 @@ def recompute_skipped_update(run: RunDirectory, dump: Path) -> str:
 def _prepare(job: Job) -> None:
     progress = job.progress
     progress.phase("prepare")
+    if note := version_note():
+        progress.note(note)
     for line in prepare_run(job.config, job.run, lambda text: progress.event({"kind": "progress", "text": text})):
         progress.note(line)
+
+
+def version_note() -> str:
+    """Return the packages whose versions differ from those that this project is tested with; "" if none does.
+
+    On a cluster the preflight prints them.
+    """
+    found = check_pins(on_gpus=True)
+    return "" if found.level == "ok" else f"{found.text}: {found.fix}"
 
 
 def prepare_run(config: JobConfig, run: RunDirectory, log: Callable[[str], None]) -> list[str]:

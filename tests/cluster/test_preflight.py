@@ -12,11 +12,14 @@ from arpo_megatron.cli.doctor import examine
 from arpo_megatron.cluster.profile import ClusterProfile, check_profile
 from arpo_megatron.cluster.slurm_checks import check_gres, check_partition, check_preemption
 from arpo_megatron.config import JobConfig
+from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.launch.job import version_note
 from arpo_megatron.launch.preflight.check import failure, ok, run_checks, show
 from arpo_megatron.launch.preflight.exposure import check_exposure
 from arpo_megatron.launch.preflight.machine import (
+    PINS,
     check_clock,
     check_gpus,
     check_isolation,
@@ -53,6 +56,12 @@ def test_hanging_check_is_a_failure_and_later_checks_run() -> None:
     hung.set()
     assert [(item.name, item.level) for item in found] == [("mount", "failure"), ("fine", "ok")]
     assert "no answer for 1 s" in found[0].text
+
+
+def test_job_notes_versions_that_differ_from_the_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert version_note() == ""
+    monkeypatch.setitem(PINS, "sglang", "0.0.1")
+    assert version_note().startswith(f"sglang {SGLANG_VERSION} instead of 0.0.1: ")
 
 
 def test_incomplete_model_is_a_failure(tmp_path: Path) -> None:
