@@ -54,7 +54,7 @@ class WeightGradient:
 
     @property
     def total(self) -> Tensor:
-        """The sum, [n, k]."""
+        """The sum so far, [n, k], of dtype `dtype`."""
         return self._sum.t() if self._transposed else self._sum
 
 

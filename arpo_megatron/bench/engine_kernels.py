@@ -27,7 +27,7 @@ from arpo_megatron.tree import Role, RolloutTree
 SHAPE = KNOWN_MODELS["Qwen/Qwen3-8B"]
 VOCABULARY = 128
 Kernel = Callable[[Tensor], Tensor]
-Found = dict[str, dict[str, float]]
+Differences = dict[str, dict[str, float]]
 
 
 def bench_engine_kernels(config: JobConfig, tokens: int = 96, seed: int = 1) -> dict[str, Any]:
@@ -45,17 +45,17 @@ def bench_engine_kernels(config: JobConfig, tokens: int = 96, seed: int = 1) -> 
     weights, calls = _recorded_pass(config, tokens, seed)
     kernels = _engine_kernels()
 
-    def by_rows(kernel: Kernel, inputs: Tensor, expected: Tensor) -> Found:
+    def by_rows(kernel: Kernel, inputs: Tensor, expected: Tensor) -> Differences:
         return _compare(expected, kernel(inputs), torch.cat([kernel(row) for row in inputs.split(1)]))
 
-    def layer(name: str, kernel: Kernel) -> Found:
+    def layer(name: str, kernel: Kernel) -> Differences:
         (inputs, *_), output = calls[name]
         return by_rows(kernel, inputs, output)
 
-    def norm(name: str) -> Found:
+    def norm(name: str) -> Differences:
         return layer(name, lambda x: kernels.rms_norm(x, weights[name], SHAPE.norm_eps))
 
-    def linear(name: str) -> Found:
+    def linear(name: str) -> Differences:
         return layer(name, lambda x: kernels.linear(x, weights[name]))
 
     (query, key, value, *_), attended = calls["core_attention"]
@@ -159,7 +159,7 @@ def _recorder(calls: dict[str, tuple[tuple[Tensor, ...], Tensor]], name: str) ->
     return record
 
 
-def _compare(expected: Tensor, prefill: Tensor, decode: Tensor) -> Found:
+def _compare(expected: Tensor, prefill: Tensor, decode: Tensor) -> Differences:
     return {"prefill": _difference(expected, prefill), "decode": _difference(expected, decode)}
 
 

@@ -57,16 +57,16 @@ TREES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Sizes of model and packs."""
+class PackSizes:
+    """The model of a measurement, and the token budget of its packs."""
 
     spec: ModelSpec
-    """Spec of the model."""
+    """Sizes of the model."""
     token_budget: int
     """Tokens per pack."""
 
     def packed(self, trees: list[RolloutTree], *, share_prompt: bool = True) -> list[TreePack]:
-        """Pack trees."""
+        """Pack trees with the credit of supervised training."""
         return pack_trees(trees, supervised_credit(trees), token_budget=self.token_budget, share_prompt=share_prompt)
 
 
@@ -91,7 +91,7 @@ def bench_pack(
         token_budget: tokens per pack.
         progress: print each pass to standard error.
     """
-    setting = Setting(replace(SHAPE, layers=layers), token_budget)
+    setting = PackSizes(replace(SHAPE, layers=layers), token_budget)
     config = replace(config, model=replace(config.model, dtype="float32"))
     parallel.initialize(config.parallel, config.seed)
     try:
@@ -126,7 +126,7 @@ def _pair_slowness(spec: ModelSpec, found: list[dict[str, Any]]) -> float:
     return float(attention_s / linear_s) if linear_s else float("inf")
 
 
-def _measure(actor: Actor, name: str, setting: Setting, seconds: float, progress: bool) -> dict[str, Any]:
+def _measure(actor: Actor, name: str, setting: PackSizes, seconds: float, progress: bool) -> dict[str, Any]:
     mix = MIXES[name]
     trees = [mix.tree(0, SHAPE.vocabulary)]
     packs = {"flat": setting.packed(flattened(trees), share_prompt=False), "tree": setting.packed(trees)}
@@ -195,7 +195,7 @@ def _distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     )
 
 
-def _balance(name: str, setting: Setting) -> dict[str, float]:
+def _balance(name: str, setting: PackSizes) -> dict[str, float]:
     """Return the slowest rank over the mean and over a lower bound, and the packs over their lower bound, less 1.
 
     Trees of a mix share no prompts, so packs compute every token of the trees, at most one budget each.

@@ -22,7 +22,7 @@ GAP_LIMITS = {"float32": 1e-2, "bfloat16": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedAnswer:
+class ExportedAnswer:
     """A held-out question with the greedy answer of an exported model."""
 
     task: Task
@@ -44,7 +44,7 @@ class VerifiedAnswer:
         )
 
 
-def verify_export(config: JobConfig, run: RunDirectory, model: Path) -> VerifiedAnswer:
+def verify_export(config: JobConfig, run: RunDirectory, model: Path) -> ExportedAnswer:
     """Serve an exported model with its tools, ask one held-out question, and compare the log-probs of the answer.
 
     Raises:
@@ -56,7 +56,7 @@ def verify_export(config: JobConfig, run: RunDirectory, model: Path) -> Verified
         return answer_and_compare(job, model)
 
 
-def answer_and_compare(job: Job, model: Path) -> VerifiedAnswer:
+def answer_and_compare(job: Job, model: Path) -> ExportedAnswer:
     """Answer one held-out question greedily through new services, and compare the engine with transformers.
 
     Raises:
@@ -88,7 +88,7 @@ def answer_and_compare(job: Job, model: Path) -> VerifiedAnswer:
     tree = report.trees[0]
     gap = _transformers_gap(model, tree.trajectory(tree.leaves()[0]))
     check_gap(gap, model, config)
-    return VerifiedAnswer(task, tree, gap)
+    return ExportedAnswer(task, tree, gap)
 
 
 def check_gap(gap: float, model: Path, config: JobConfig) -> None:

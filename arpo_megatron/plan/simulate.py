@@ -16,7 +16,7 @@ from typing import Literal
 from arpo_megatron.algorithms.branching import PathKey
 from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.growing_trees import GrowingTrees
-from arpo_megatron.plan.simulated_engine import Block, EngineModel, Request, SimulatedEngine
+from arpo_megatron.plan.simulated_engine import EngineModel, KvBlock, Request, SimulatedEngine
 from arpo_megatron.rollout.admission import KvAdmission
 from arpo_megatron.rollout.admission_gate import SPARE_REQUESTS, path_of
 from arpo_megatron.rollout.admission_state import PathId
@@ -86,7 +86,7 @@ class _Tree:
     tree: RolloutTree
     keys: list[PathKey]
     children: list[list[int]]
-    blocks: list[Block]
+    blocks: list[KvBlock]
     starts: list[int]
     """Tokens before each segment."""
     open: int = 0
@@ -144,18 +144,18 @@ class _Simulation:
     def _start_tree(self, number: int) -> None:
         tree = self._model.trees[number]
         keys, children = list[PathKey](), [list[int]() for _ in tree.segments]
-        blocks, starts = list[Block](), list[int]()
+        blocks, starts = list[KvBlock](), list[int]()
         for index, segment in enumerate(tree.segments):
             above = segment.parent
             if above < 0:
                 keys.append(())
-                blocks.append(Block(None, len(segment)))
+                blocks.append(KvBlock(None, len(segment)))
                 starts.append(0)
                 continue
             keys.append((*keys[above], len(children[above])))
             children[above].append(index)
             # The KV of sampled tokens is in the block of the request.
-            blocks.append(Block(blocks[above], 0 if segment.role is Role.MODEL else len(segment)))
+            blocks.append(KvBlock(blocks[above], 0 if segment.role is Role.MODEL else len(segment)))
             starts.append(starts[above] + len(tree.segments[above]))
         self._found.given += sum(len(each) for each in tree.segments if each.role is not Role.MODEL)
         state = _Tree(number, tree, keys, children, blocks, starts)

@@ -53,10 +53,10 @@ class EngineModel:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class KvBlock:
     """KV cache of one segment: a node of the radix tree, or a part of one."""
 
-    parent: "Block | None"
+    parent: "KvBlock | None"
     tokens: int = 0
     resident: bool = False
     locks: int = 0
@@ -64,7 +64,7 @@ class Block:
     """Time of the last use, counted in uses."""
     below: int = 0
     """Resident blocks below it."""
-    tail: "Block | None" = None
+    tail: "KvBlock | None" = None
     """Block below it in the same node: both were computed by one request, and no other request ended between them."""
 
 
@@ -72,7 +72,7 @@ class Block:
 class Request:
     """A request for the tokens of one segment."""
 
-    above: Block
+    above: KvBlock
     """The segment before it."""
     sample: int
     """Tokens that it will sample; 0 only computes the prompt."""
@@ -81,7 +81,7 @@ class Request:
     done: Callable[["Request"], None]
     first: tuple[int, Callable[[], None]] | None = None
     """A number of tokens, and what is called once they are sampled."""
-    output: Block = field(default_factory=lambda: Block(None))
+    output: KvBlock = field(default_factory=lambda: KvBlock(None))
     computed: int = 0
     """Prompt tokens that it had to compute, repeated ones included."""
     context: int = 0
@@ -106,7 +106,7 @@ class SimulatedEngine:
         self._queue: list[Request] = []
         self._running: list[Request] = []
         self._free, self._evictable = model.tokens, 0
-        self._leaves: list[tuple[int, int, Block]] = []
+        self._leaves: list[tuple[int, int, KvBlock]] = []
         self._uses = itertools.count(1)
         self._ratio = self._first_ratio
         self._full = self._active = self._paused = False
@@ -117,7 +117,7 @@ class SimulatedEngine:
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue."""
-        block: Block | None = request.above
+        block: KvBlock | None = request.above
         while block is not None:
             request.context += block.tokens
             block = block.parent
@@ -230,7 +230,7 @@ class SimulatedEngine:
     def _reserve(self, request: Request) -> float:
         return min(request.limit - request.output.tokens, CLIP_NEW_TOKENS) * self._ratio
 
-    def _chain(self, request: Request) -> list[Block]:
+    def _chain(self, request: Request) -> list[KvBlock]:
         blocks, block = [request.output], request.output.parent
         while block is not None:
             blocks.append(block)
@@ -244,7 +244,7 @@ class SimulatedEngine:
         return max(1, missing) if alone else missing + 1
 
     def _load(self, request: Request) -> None:
-        loaded: Block | None = None
+        loaded: KvBlock | None = None
         for block in reversed(self._chain(request)):
             if block.resident:
                 continue
@@ -280,7 +280,7 @@ class SimulatedEngine:
         if last is not None:
             last.tail = None
 
-    def _offer(self, block: Block) -> None:
+    def _offer(self, block: KvBlock) -> None:
         if block.resident and not block.locks and not block.below:
             heapq.heappush(self._leaves, (block.used, id(block), block))
 
@@ -295,9 +295,9 @@ class SimulatedEngine:
                 continue
             self._evict_node(block, count=count)
 
-    def _evict_node(self, leaf: Block, *, count: bool) -> None:
+    def _evict_node(self, leaf: KvBlock, *, count: bool) -> None:
         """Evict the node that ends with a block."""
-        block: Block | None = leaf
+        block: KvBlock | None = leaf
         while block is not None:
             block.resident = False
             self._free += block.tokens

@@ -76,7 +76,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """OpenAI's word: "stop" or "length"."""
+        """OpenAI's `finish_reason`: "stop" or "length"."""
         return "length" if self.finish is Finish.LENGTH else "stop"
 
 
@@ -84,7 +84,7 @@ Event = TextDelta | ToolStep | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class ServedAgent:
     """Answers conversations with the model of an engine and the tools of a service."""
 
     session: aiohttp.ClientSession

@@ -30,7 +30,7 @@ from arpo_megatron.engine.client import EngineUnavailableError
 from arpo_megatron.engine.request import EngineRefusedError, Sampling
 from arpo_megatron.engine.wire.endpoints import bearer
 from arpo_megatron.serving import WRONG_TOKEN
-from arpo_megatron.serving.agent import Agent, Ended, SampledToken, TextDelta, ToolStep
+from arpo_megatron.serving.agent import Ended, SampledToken, ServedAgent, TextDelta, ToolStep
 from arpo_megatron.serving.continuations import ContinuationRequest, continuations
 from arpo_megatron.serving.requests import ChatRequest, check_plain, read_request
 from arpo_megatron.tree import Finish
@@ -60,7 +60,7 @@ _ANSWERS = "arpo_answers"
 class Served:
     """The agent of an interface, its settings, and its counters."""
 
-    agent: Agent
+    agent: ServedAgent
     model: str
     """Name in `/v1/models`."""
     sampling: Sampling
@@ -194,7 +194,7 @@ async def _until_client_leaves(request: Request, answer: Coroutine[Any, Any, Res
         await asyncio.wait((answering, leaving))
 
 
-async def _health(agent: Agent) -> Response:
+async def _health(agent: ServedAgent) -> Response:
     try:
         url = f"{agent.engine_url}/health"
         async with agent.session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_S)) as answer:

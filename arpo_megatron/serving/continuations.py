@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.limits import CallHistory
-from arpo_megatron.serving.agent import Agent, Ended, Event, SampledToken, Start, TextDelta, ToolStep
+from arpo_megatron.serving.agent import Ended, Event, SampledToken, ServedAgent, Start, TextDelta, ToolStep
 from arpo_megatron.tree import Finish, Role
 
 MAX_CONTINUATIONS = 16
@@ -45,7 +45,7 @@ class ContinuationRequest(BaseModel):
     seed: int | None = None
 
 
-async def continuations(agent: Agent, sampling: Sampling, wanted: ContinuationRequest) -> list[dict[str, Any]]:
+async def continuations(agent: ServedAgent, sampling: Sampling, wanted: ContinuationRequest) -> list[dict[str, Any]]:
     """Sample continuations, all at once.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.agent import ServedAgent
 from arpo_megatron.serving.continuations import ContinuationRequest
 
 _ID_FIELDS = ("input_ids", "stop_token_ids")
@@ -101,7 +101,7 @@ def read_request(body: bytes, *, chat: bool) -> ChatRequest | ContinuationReques
         raise ValueError(place + fault["msg"].removeprefix("Value error, ")) from None
 
 
-def check_plain(agent: Agent, body: bytes) -> None:
+def check_plain(agent: ServedAgent, body: bytes) -> None:
     """Raise ValueError for token ids that would end the engine. A body that cannot be read is left to the engine."""
     try:
         given = json.loads(body)

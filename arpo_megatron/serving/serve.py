@@ -32,7 +32,7 @@ from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.serving import TOKEN_VARIABLE
-from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.agent import ServedAgent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.tasks.protocols.base import CallProtocol
 from arpo_megatron.tasks.protocols.build import make_protocol
@@ -239,7 +239,7 @@ class _Server:
 
 
 @asynccontextmanager
-async def open_agent(target: EvalTarget, config: JobConfig, ready: ServiceEndpoints) -> AsyncIterator[Agent]:
+async def open_agent(target: EvalTarget, config: JobConfig, ready: ServiceEndpoints) -> AsyncIterator[ServedAgent]:
     """Yield the agent of running services."""
     assert target.model is not None
     retry_for_s = config.engine.retry_for_s
@@ -258,7 +258,7 @@ async def open_agent(target: EvalTarget, config: JobConfig, ready: ServiceEndpoi
             model=target.model,
             parse=parse,
         )
-        yield Agent(
+        yield ServedAgent(
             session=session,
             engine_url=ready.router_url or ready.engine_urls[0],
             engine_token=ready.engine_token,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some rows of a tensor, which form a bucket. The blocks of a tensor are sent in order, from its first row on."""
+class RowBlock:
+    """Consecutive rows of a tensor, which form a bucket. Those of a tensor are sent in order, from its first row on."""
 
     name: str
     """Hugging Face name of the tensor."""
@@ -36,5 +36,5 @@ class Block:
         return self.first + len(self.tensor) == self.count
 
 
-Bucket = Sequence[tuple[str, Tensor]] | Block
+Bucket = Sequence[tuple[str, Tensor]] | RowBlock
 HfBuckets = Callable[[], Iterator[Bucket]]

@@ -19,7 +19,7 @@ from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.utils.atomic import flush, replace_directory
 from arpo_megatron.utils.heartbeat import beat
-from arpo_megatron.weights.buckets import Block, Bucket
+from arpo_megatron.weights.buckets import Bucket, RowBlock
 from arpo_megatron.weights.shards import LocalParameters
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -164,7 +164,7 @@ def _gather(
 
 
 def _bucket(tensors: list[tuple[str, Tensor]], first: Rows) -> Bucket:
-    return tensors if first.are_all else Block(first.name, tensors[0][1], first.first, first.size[0])
+    return tensors if first.are_all else RowBlock(first.name, tensors[0][1], first.first, first.size[0])
 
 
 class _BufferPool:

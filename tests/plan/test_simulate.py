@@ -23,7 +23,7 @@ from arpo_megatron.jobs.resolve import resolve
 from arpo_megatron.plan import Hardware, plan
 from arpo_megatron.plan.recommend import CHOICES, recommend
 from arpo_megatron.plan.simulate import RolloutModel, SimulatedRollout, simulate
-from arpo_megatron.plan.simulated_engine import Block, EngineModel, Request, SimulatedEngine
+from arpo_megatron.plan.simulated_engine import EngineModel, KvBlock, Request, SimulatedEngine
 from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.messages import RolloutReport
@@ -82,7 +82,7 @@ def test_pool_without_room_for_the_running_requests_retracts_some() -> None:
     assert found.sampled == simulate(rollout()).sampled
 
 
-def engine_after(pool: int, *batches: Sequence[Block]) -> SimulatedEngine:
+def engine_after(pool: int, *batches: Sequence[KvBlock]) -> SimulatedEngine:
     """Return an engine that has sampled five tokens after each of these blocks, one batch after the other."""
     calls = list[Callable[[], None]]()
     engine = SimulatedEngine(replace(ENGINE, tokens=pool), lambda _seconds, call: calls.append(call))
@@ -95,17 +95,17 @@ def engine_after(pool: int, *batches: Sequence[Block]) -> SimulatedEngine:
 
 
 def test_requests_of_one_batch_compute_shared_tokens_each() -> None:
-    prompt = Block(None, 100)
+    prompt = KvBlock(None, 100)
     assert engine_after(1000, [prompt, prompt]).computed == 200
-    prompt = Block(None, 100)
+    prompt = KvBlock(None, 100)
     assert engine_after(1000, [prompt], [prompt]).computed == 101, "the last token again, whose logits are needed"
 
 
 def test_tokens_that_one_request_computed_are_evicted_together() -> None:
-    prompt = Block(None, 100)
-    assert engine_after(400, [Block(prompt, 100)], [Block(None, 250)]).evicted == 205
-    prompt = Block(None, 100)
-    assert engine_after(400, [prompt], [Block(prompt, 100)], [Block(None, 250)]).evicted == 110
+    prompt = KvBlock(None, 100)
+    assert engine_after(400, [KvBlock(prompt, 100)], [KvBlock(None, 250)]).evicted == 205
+    prompt = KvBlock(None, 100)
+    assert engine_after(400, [prompt], [KvBlock(prompt, 100)], [KvBlock(None, 250)]).evicted == 110
 
 
 def test_staleness_overlaps_rollouts_with_training() -> None:
@@ -131,7 +131,7 @@ def test_queue_has_larger_priorities_first_and_equal_ones_in_their_order() -> No
         def done(_request: Request, name: str = name) -> None:
             ended.append(name)
 
-        engine.submit(Request(Block(None, 10), 5, 5, done, priority=priority))
+        engine.submit(Request(KvBlock(None, 10), 5, 5, done, priority=priority))
         if name == "runs":
             calls.pop(0)()
     while calls:
@@ -228,13 +228,16 @@ def _traced(service: Callable[..., ServiceSpec], *arguments: object, **options: 
 
 def _replay(trees: Sequence[RolloutTree], events: Sequence[Any], times: EngineModel) -> SimulatedEngine:
     """Run the modeled engine for as many batches as the real one, with the same requests before each."""
-    segments = dict[int, tuple[Block, list[tuple[Block, int]]]]()  # by prompt: its last block, and MODEL segments after
+    # by prompt: its last block, and the MODEL segments after it
+    segments = dict[
+        int, tuple[KvBlock, list[tuple[KvBlock, int]]]
+    ]()  # by prompt: its last block, and MODEL segments after
     for tree in trees:
-        blocks, paths = list[Block](), list[Int32Array]()
+        blocks, paths = list[KvBlock](), list[Int32Array]()
         for segment in tree.segments:
             above, model = segment.parent, segment.role is Role.MODEL
             paths.append(segment.token_ids if above < 0 else np.concatenate([paths[above], segment.token_ids]))
-            blocks.append(Block(None if above < 0 else blocks[above], 0 if model else len(segment)))
+            blocks.append(KvBlock(None if above < 0 else blocks[above], 0 if model else len(segment)))
             if model:
                 after = segments.setdefault(traced_engine.fingerprint(paths[above]), (blocks[above], []))[1]
                 after.append((blocks[-1], len(segment)))
@@ -245,7 +248,7 @@ def _replay(trees: Sequence[RolloutTree], events: Sequence[Any], times: EngineMo
     for name, *values in events:
         if name == "request":
             request_id, prompt, length, limit = values
-            above, after = segments.get(prompt, (Block(None, length), []))  # probes and health checks have no segment
+            above, after = segments.get(prompt, (KvBlock(None, length), []))  # probes and health checks have no segment
             tokens = sampled[request_id] if limit > 1 else 0
             request = Request(above, tokens, limit, lambda _request: None)
             if siblings := [each for each in after if each[1] == tokens]:

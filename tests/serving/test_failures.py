@@ -28,7 +28,7 @@ from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.serving import app, serve
-from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.agent import ServedAgent
 from arpo_megatron.serving.chat import chat
 from arpo_megatron.view.grow import Grower
 from arpo_megatron.view.server import listen
@@ -65,10 +65,10 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> io.StringIO:
     job = Job(
         JobConfig(name="test"), RunDirectory(tmp_path), Restarting(tmp_path), Progress(Console(file=shown, width=200))
     )
-    agent = Agent(None, "", None, None, LIMITS, CODEC, lambda _: "")  # type: ignore[arg-type]  # no request comes
+    agent = ServedAgent(None, "", None, None, LIMITS, CODEC, lambda _: "")  # type: ignore[arg-type]  # no request comes
 
     @asynccontextmanager
-    async def open_agent(*_: object) -> AsyncIterator[Agent]:
+    async def open_agent(*_: object) -> AsyncIterator[ServedAgent]:
         yield agent
 
     target = EvalTarget(TargetKind.MODEL, "agent", model=tmp_path)
@@ -164,9 +164,9 @@ def test_end_of_the_server_waits_for_an_answer_in_progress(
     engine = scripted_engine(ScriptedEngine(planned(*PLAN), delay_s=lambda _text: 0.3))
 
     @asynccontextmanager
-    async def open_agent(*_: object) -> AsyncIterator[Agent]:
+    async def open_agent(*_: object) -> AsyncIterator[ServedAgent]:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            yield Agent(session, engine.url, None, tools, LIMITS, CODEC, lambda messages: messages[-1]["content"])
+            yield ServedAgent(session, engine.url, None, tools, LIMITS, CODEC, lambda messages: messages[-1]["content"])
 
     monkeypatch.setattr(serve, "open_agent", open_agent)
     monkeypatch.setattr(Restarting, "check", lambda _: None)

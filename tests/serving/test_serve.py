@@ -25,7 +25,7 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.tools import ToolClient
 from arpo_megatron.serving import serve
-from arpo_megatron.serving.agent import Agent
+from arpo_megatron.serving.agent import ServedAgent
 from arpo_megatron.serving.app import Served, application
 from arpo_megatron.serving.chat import chat
 from arpo_megatron.tasks.protocols.base import TextCodec
@@ -61,7 +61,7 @@ def served(
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session, ToolClient(sandbox_url, retry_for_s=5.0) as tools:
-            agent = Agent(session, engine_url, None, tools, limits, codec, prompt, vocabulary=vocabulary)
+            agent = ServedAgent(session, engine_url, None, tools, limits, codec, prompt, vocabulary=vocabulary)
             app = application(Served(agent, "agent", Sampling(), token, concurrency, plain, weights="export, step 4"))
             servers.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
             ready.set()

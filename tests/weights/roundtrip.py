@@ -11,7 +11,7 @@ from arpo_megatron.actor.model import build_chunks
 from arpo_megatron.config import ParallelConfig
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.weights.buckets import Block
+from arpo_megatron.weights.buckets import RowBlock
 from arpo_megatron.weights.export import export_hf, hf_buckets
 from arpo_megatron.weights.load import load_hf
 from tests.actor.cases import join
@@ -61,12 +61,12 @@ def blocks_are_the_files_rows(chunks: list[torch.nn.Module], spec: ModelSpec, so
     expected, tops = load_file(source / "model.safetensors"), dict.fromkeys(hf_shapes(spec), 0)
     blocks = 0
     for bucket in hf_buckets(chunks, spec, BUCKET_BYTES):
-        tensors = [(bucket.name, bucket.tensor)] if isinstance(bucket, Block) else bucket
+        tensors = [(bucket.name, bucket.tensor)] if isinstance(bucket, RowBlock) else bucket
         for name, tensor in tensors:
             whole, top = expected[name], tops[name]
             tops[name] += len(tensor)
             assert torch.equal(tensor, whole[top : tops[name]]), name
-            if isinstance(bucket, Block):
+            if isinstance(bucket, RowBlock):
                 blocks += 1
                 assert (bucket.first, bucket.count, bucket.is_last) == (top, len(whole), tops[name] == len(whole))
         assert sum(tensor.nbytes for _, tensor in tensors) <= BUCKET_BYTES

@@ -55,7 +55,7 @@ class AepoReleasedPolicy(AepoScriptsPolicy):
     """Slope of the sigmoid; 0.5 in the released code."""
 
     def plan(self, probe: Probe) -> int:
-        """Return N."""
+        """Return N, the number of first trajectories, by the entropies of the probe."""
         scale, total = math.log(self.vocabulary_size), self.config.group_size
         segments = [released_entropy(each) / scale for each in (probe.start_entropies, *probe.tool_entropies)]
         difference = segments[0] - sum(segments) / len(segments)

@@ -77,8 +77,8 @@ class SuccessReplay:
                 return kept
         return None
 
-    def _keep(self, task_id: str, experience: StoredTrajectory) -> None:
-        self._kept.append((task_id, experience))
+    def _keep(self, task_id: str, stored: StoredTrajectory) -> None:
+        self._kept.append((task_id, stored))
         own = [place for place, (other, _) in enumerate(self._kept) if other == task_id]
         if len(own) > self.replay_keep:
             del self._kept[own[0]]

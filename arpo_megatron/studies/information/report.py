@@ -27,7 +27,7 @@ _POWER = 1.960 + 1.282
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ArmFigures:
     """Information per call of an arm, and its resamples."""
 
     trees: int
@@ -40,7 +40,7 @@ class Figures:
     """float64[RESAMPLES]."""
 
 
-def figures(groups: Sequence[Sequence[tuple[float, int]]], *, seed: int = 0) -> Figures:
+def figures(groups: Sequence[Sequence[tuple[float, int]]], *, seed: int = 0) -> ArmFigures:
     """Estimate E[g.u]^2 / (Var(g.u) E[calls]) from the (g.u, calls) of the groups of each tree.
 
     Groups of one tree (subsamples of its trajectories) share a task, so whole trees are resampled.
@@ -51,7 +51,7 @@ def figures(groups: Sequence[Sequence[tuple[float, int]]], *, seed: int = 0) -> 
     mean = total / number
     deviation = math.sqrt(max(squares / number - mean**2, 0.0))
     noise = math.inf if deviation == 0 else mean / deviation * math.sqrt(len(sums))
-    return Figures(len(sums), calls / number, noise, float(_information(sums.sum(0))), _information(draws @ sums))
+    return ArmFigures(len(sums), calls / number, noise, float(_information(sums.sum(0))), _information(draws @ sums))
 
 
 def _information(sums: Floats) -> Floats:
@@ -61,19 +61,19 @@ def _information(sums: Floats) -> Floats:
         return np.asarray(mean**2 / (squares / number - mean**2) / (calls / number))
 
 
-def ratio(arm: Figures, control: Figures) -> tuple[float, float, float]:
+def ratio(arm: ArmFigures, control: ArmFigures) -> tuple[float, float, float]:
     """Return the ratio of the information per call and its 95 % interval; the arms' trees are independent."""
     low, high = np.quantile(arm.resampled / control.resampled, _QUANTILES)
     return arm.information / control.information, float(low), float(high)
 
 
-def trees_needed(arm: Figures, control: Figures) -> int:
+def trees_needed(arm: ArmFigures, control: ArmFigures) -> int:
     """Return the trees per arm with which a ratio of 2 is distinguished from 1 in 90 of 100 studies."""
     deviation = float(np.std(np.log(arm.resampled / control.resampled), ddof=1))
     return math.ceil(min(arm.trees, control.trees) * (_POWER * deviation / math.log(_CLAIM)) ** 2)
 
 
-def arm_figures(samples: Mapping[str, Sequence[TreeSample]], credit: str) -> dict[str, Figures]:
+def arm_figures(samples: Mapping[str, Sequence[TreeSample]], credit: str) -> dict[str, ArmFigures]:
     """Return the figures of each arm, and of GRPO with smaller groups, whose trees are resampled together."""
     rows = {}
     for number, (arm, trees) in enumerate(samples.items()):
@@ -128,6 +128,6 @@ def _section(path: Path) -> list[str]:
     ]
 
 
-def _ratio(arm: str, rows: Mapping[str, Figures]) -> str:
+def _ratio(arm: str, rows: Mapping[str, ArmFigures]) -> str:
     value, low, high = ratio(rows[arm], rows[GRPO])
     return "1" if arm == GRPO else f"{value:.2f} ({low:.2f} to {high:.2f})"

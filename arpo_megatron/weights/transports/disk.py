@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.models.safetensors import write_file, write_rows
-from arpo_megatron.weights.buckets import Block, Bucket, HfBuckets
+from arpo_megatron.weights.buckets import Bucket, HfBuckets, RowBlock
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.transports.base import Exchange
 
@@ -67,13 +67,13 @@ class Disk:
         """Return the number of requests that loaded something: 0 or 1."""
         file = self._directory / "model.safetensors"
         try:
-            if isinstance(bucket, Block):
+            if isinstance(bucket, RowBlock):
                 write_rows(file, bucket.name, tuple(bucket.whole.shape), bucket.tensor, bucket.first)
             else:
                 write_file(file, bucket)
         except OSError as error:
             raise WeightPushError(f"{file}: {error.strerror}") from error
-        if isinstance(bucket, Block) and not bucket.is_last:
+        if isinstance(bucket, RowBlock) and not bucket.is_last:
             return 0
         body = {"model_path": str(self._directory), "load_format": "safetensors", "flush_cache": False}
         posts = self._admin.post_all("update_weights_from_disk", [(url, body) for url in self._urls])

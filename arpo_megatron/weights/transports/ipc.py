@@ -262,7 +262,7 @@ class _Peer:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Say in an error of a connection whose it is."""
+    """Add to an error of a connection which process it was with."""
     try:
         yield
     except (OSError, EOFError) as error:
