@@ -72,6 +72,8 @@ def check(root: Path, layout: str, form: str, family: str) -> dict[str, torch.Te
         for name, value in found["gradients"].items()
         if name != "loss"
     }
+    loss, exact_loss = (float(each["gradients"]["loss"]) for each in (found, exact))
+    assert loss == pytest.approx(exact_loss, rel=1e-5)  # all ratios are 1: it has the advantages only
     logprob_bound, gradient_bound = BOUNDS[form]
     assert gaps.max() <= logprob_bound
     assert max(errors.values()) <= gradient_bound, max(errors, key=lambda name: errors[name])
