@@ -179,7 +179,7 @@ def run_rows(folder: Path) -> list[tuple[str, ...]]:
         last = page["last_event"]
         when = "-" if last is None else f"{duration(time.time() - last['time'])} ago"
         step = f"{page['step']}/{page['steps']}"
-        rows.append((run.path.name, str(page["method"]), str(page["state"]), step, _success(page), when))
+        rows.append((run.path.name, _or_dash(page["method"]), str(page["state"]), step, _success(page), when))
     return rows
 
 
@@ -205,6 +205,11 @@ def _is_running(run: RunDirectory) -> bool:
     return is_training(run)
 
 
+def _or_dash(value: object) -> str:
+    """Return the text of a value of a run's page, or "-" for one that the run directory does not have."""
+    return "-" if value is None else str(value)
+
+
 def _success(page: Mapping[str, Any]) -> str:
     measured = [each["success"] for each in page["evaluations"]]
     if not measured:
@@ -221,7 +226,8 @@ def _print_status(run: RunDirectory) -> None:
     phase = f", {page['phase']}" if page["phase"] else ""
     print(f"{run.path}: {page['state']}{phase}, step {page['step']} of {page['steps']}", end="")
     print(f", {duration(left)} left" if left else "")
-    print(f"  {page['recipe']}, {page['method']}, seed {page['seed']}; held-out success {_success(page)}")
+    recipe, method, seed = (_or_dash(page[name]) for name in ("recipe", "method", "seed"))
+    print(f"  {recipe}, {method}, seed {seed}; held-out success {_success(page)}")
     for service in services(run):
         state = "up" if service["up"] else "down" if service["last_error"] else "starting"
         print(f"  {service['name']} {state} for {duration(service['seconds'])}, {service['restarts']} restarts")
@@ -281,5 +287,5 @@ def _figures(page: Mapping[str, Any]) -> dict[str, str]:
         "tool calls inherited": format(sum(values("tool_calls_inherited")), ".0f"),
         "tokens sampled": format(sum(values("tokens_sampled")), ".0f"),
         "time in steps": duration(spent),
-        "code": str(page["code"] or "-"),
+        "code": _or_dash(page["code"]),
     }

@@ -83,6 +83,12 @@ def test_damaged_events_are_left_out_and_counted(run: RunDirectory) -> None:
     assert shown.exit_code == 0 and "events.jsonl: 10 rows are left out; the first is line" in shown.output
 
 
+def test_status_has_dashes_for_values_that_the_config_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("algorithm: {samples: 4}\n")  # a key of an earlier version
+    shown = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert shown.exit_code == 0 and "  -, -, seed -; held-out success -" in shown.output
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
