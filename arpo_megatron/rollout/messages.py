@@ -25,7 +25,7 @@ class RolloutSettings:
 
     branching: AlgorithmConfig | None
     """The algorithm whose policy distributes the trajectories; None: independent trajectories."""
-    samples: int
+    group_size: int
     """Trajectories per task if `branching` is None."""
     sampling: Sampling
     """Its seed is replaced for each path."""
@@ -38,19 +38,19 @@ class RolloutSettings:
         """Return the settings of a training step."""
         return cls(
             branching=config.algorithm,
-            samples=config.algorithm.group_size,
+            group_size=config.algorithm.group_size,
             sampling=Sampling(config.rollout.temperature, config.rollout.top_p),
             limits=RolloutLimits.training(config),
             expert_routes=True,
         )
 
     @classmethod
-    def evaluation(cls, config: JobConfig, *, samples: int = 1, temperature: float | None = None) -> Self:
+    def evaluation(cls, config: JobConfig, *, group_size: int = 1, temperature: float | None = None) -> Self:
         """Return the settings of an evaluation: independent trajectories, optionally at another `temperature`."""
         evaluation = config.evaluation if temperature is None else replace(config.evaluation, temperature=temperature)
         return cls(
             branching=None,
-            samples=samples,
+            group_size=group_size,
             sampling=Sampling(
                 temperature=evaluation.temperature,
                 top_p=evaluation.top_p,

@@ -132,7 +132,7 @@ class TrainerConnection:
         @lru_cache
         def policy(trees: RolloutSettings) -> BranchPolicy:
             if trees.branching is None:
-                return GrpoPolicy(trees.samples)
+                return GrpoPolicy(trees.group_size)
             return make_branch_policy(trees.branching, vocabulary_size=codec.vocabulary_size, seed=settings.seed)
 
         engine = EngineClient(

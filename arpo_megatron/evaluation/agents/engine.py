@@ -39,7 +39,7 @@ class EngineAgent:
         Raises:
             RolloutError: the rollout process failed. Errors of `check` are raised as well.
         """
-        settings = RolloutSettings.evaluation(self.config, samples=self.attempts)
+        settings = RolloutSettings.evaluation(self.config, group_size=self.attempts)
         engine = self.config.engine
         waiting = iter(pending)
         in_flight: dict[str, PendingQuestion] = {}
