@@ -61,7 +61,7 @@ _NOT_SHORT = frozenset({"gpus"})
 class ClusterProfile:
     """The properties of a cluster, which no recipe contains."""
 
-    account: str
+    account: Annotated[str, Field(min_length=1)]
     """Slurm account (#SBATCH --account)."""
     runs: Path
     """Parent of the run directories, at the same path on the login node and all compute nodes."""
@@ -189,6 +189,8 @@ class ClusterProfile:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not str(self.runs).startswith(("/", "~")):  # else it depends on the directory of each command
+            raise ValueError(f"runs: '{self.runs}' must begin with / or ~/")
         if self.gpu is not None and self.gpu not in GPUS:
             raise ValueError(f"gpu: unknown type {self.gpu!r}; known: {', '.join(GPUS)}")
         if 0 < slurm.seconds(self.time) <= self.signal_s:  # 0 means no limit

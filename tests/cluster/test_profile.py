@@ -63,6 +63,9 @@ from tests.cluster.stand_in import PLAIN, profile
         ({"sbatch": {"wait": ""}}, "sbatch: wait is not allowed here: arpo submit does not wait"),
         ({"sbatch": {"test-only": ""}}, "sbatch: test-only is not allowed here: no job would be submitted"),
         ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres is not allowed here"),
+        ({"runs": "relative/runs"}, "runs: 'relative/runs' must begin with / or ~/"),
+        ({"runs": ""}, "runs: '.' must begin with / or ~/"),
+        ({"account": ""}, "account: String should have at least 1 character"),
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
