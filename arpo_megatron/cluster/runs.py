@@ -16,7 +16,7 @@ from arpo_megatron.cluster.submissions import command_jobs, job_states, job_stat
 from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.checkpoint_dirs import checkpoint_directories
-from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
+from arpo_megatron.jobs.run_directory import RUNS, RunDirectory, run_path
 from arpo_megatron.launch import health
 from arpo_megatron.utils.json_lines import json_lines
 from arpo_megatron.utils.regular_files import read_regular
@@ -40,6 +40,11 @@ def find_run(name: str, cluster: str | None = None) -> RunDirectory:
             raise UserError(f"{name}: no job of this run was submitted")
         return run
     found = [run for run in _submitted(cluster) if run.path.name == name]
+    if not found and not cluster and RunDirectory(local_path := run_path(name)).config.is_file():
+        raise UserError(
+            f"{local_path} was not submitted to a cluster: `arpo train RECIPE --resume` continues it, and ctrl-C there "
+            "stops it"
+        )
     if not found:
         submitted = [run.path.name for run in _submitted(cluster)]
         local = [] if cluster else [path.parent.name for path in RUNS.glob("*/config.yaml")]
@@ -97,7 +102,13 @@ def print_status(name: str | None, cluster: str | None) -> list[RunDirectory]:
     for run, states in zip(runs, job_states_of(runs), strict=True):
         state = _newest(states)
         line = f"{run.path.name}: " + ("not in Slurm any more" if state is None else f"job {state.id} {state.state}")
-        print(line + f", {_progress(run)}")
+        try:
+            progress = _progress(run)
+        except UserError as error:  # such as a key of another version: one run must not hide the others
+            if name:
+                raise
+            progress = str(error)
+        print(f"{line}, {progress}")
         if name:
             _print_details(run, None if state is None else slurm.job_state(state.id))
     return runs

@@ -408,6 +408,18 @@ def test_name_of_no_run_names_the_folder_and_the_nearest_run(arpo: Arpo, command
     assert "; did you mean quickstart-arpo-seed1?" in error
 
 
+@pytest.mark.parametrize("command", ["resume", "cancel"])
+@pytest.mark.parametrize("name", ["quickstart-arpo-seed1", "runs/quickstart-arpo-seed1"])
+def test_cluster_command_for_a_local_run_says_what_continues_it(
+    arpo: Arpo, command: str, name: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "quickstart-arpo-seed1"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    code, _, error = arpo(command, name)
+    assert code == 2 and "was not submitted to a cluster: `arpo train RECIPE --resume` continues it" in error
+
+
 def test_empty_log_is_reported(arpo: Arpo, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (tmp_path / "run" / "logs").mkdir()

@@ -1,6 +1,7 @@
 """Commands for submitted runs: status, logs, health, and the commands that they print."""
 
 import os
+import shutil
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -39,6 +40,22 @@ def test_status_queries_slurm_once_and_ignores_jobs_of_other_names(
     assert runs.newest_state(run) is None
     with pytest.raises(UserError, match="has no waiting or running job"):
         runs.cancel(run)
+
+
+def test_status_of_all_runs_includes_one_with_an_unknown_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = in_chain(Queue(takes=2, cancels=False), tmp_path, monkeypatch)
+    old = RunDirectory(tmp_path / "old")
+    shutil.copytree(run.path, old.path)
+    old.config.write_text("rollout: {beam_size: 2}")
+    monkeypatch.setattr(runs, "_submitted", lambda cluster: [old, run])
+    runs.print_status(None, None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("old: job 4711 PENDING, ") and "unknown config key rollout.beam_size" in first
+    assert second.endswith("no checkpoint yet, 400 updates wanted; then 28 steps")
+    with pytest.raises(UserError, match=r"unknown config key rollout\.beam_size"):
+        runs.print_status(str(old.path), None)
 
 
 def test_printed_commands_have_the_cluster_of_a_remote_user(
