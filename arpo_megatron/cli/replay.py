@@ -12,7 +12,10 @@ app = typer.Typer()
 
 @app.command("recompute-update", rich_help_panel=Panel.MEASURE)
 def recompute_update(
-    file: Annotated[Path, typer.Argument(help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz.")],
+    file: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="Dump of a skipped update: RUN_DIR/skipped_updates/*.npz."),
+    ],
 ) -> None:
     """Compute a skipped update again and report which of its quantities are not finite.
 
@@ -27,7 +30,9 @@ def recompute_update(
 
 @app.command("replay-tree", rich_help_panel=Panel.MEASURE)
 def replay_tree(
-    file: Annotated[Path, typer.Argument(help="Stored trees: RUN_DIR/trees/step_N.parquet.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Stored trees: RUN_DIR/trees/step_N.parquet.")
+    ],
     tree: Annotated[int | None, typer.Option(min=0, help="Number of the tree to check; default: all.")] = None,
     config: Annotated[
         Path | None,
