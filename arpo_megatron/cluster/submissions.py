@@ -11,6 +11,7 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs import resolve
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.utils.atomic import read_json
+from arpo_megatron.utils.json_lines import json_lines
 
 _COMMANDS = "commands.jsonl"
 _MAY_BE_AUTO = ("engine.placement",)
@@ -71,7 +72,7 @@ def record_command(run: RunDirectory, job: str, job_name: str, words: Sequence[s
 def command_jobs(run: RunDirectory) -> list[tuple[str, slurm.JobState]]:
     """Return each command that was submitted for the run, with the state of its job unless Slurm has forgotten it."""
     file = run.submissions / _COMMANDS
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    rows = [row for _, row in json_lines(file.read_bytes()) if row] if file.exists() else []
     states = slurm.job_states([row["job"] for row in rows]) if rows else {}
     found = [(shlex.join(["arpo", *row["command"]]), states.get(row["job"]), row["job_name"]) for row in rows]
     return [(command, state) for command, state, name in found if state is not None and state.name == name]

@@ -117,6 +117,7 @@ def dry_run(submission: Submission) -> str:
         if not forecast.fits:
             lines.append(f"# arpo submit would refuse it: {forecast.reason}")
     try:
+        submission.profile.require_secrets()
         check_files(on_host(submission.config, submission.profile), submission.run)
     except UserError as error:
         lines.append(f"# arpo submit would refuse it: {error}")

@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 from arpo_megatron.cli.main import app
 from arpo_megatron.cluster import runs
 from arpo_megatron.cluster.commands import _address_of_server
-from arpo_megatron.cluster.slurm import Node
+from arpo_megatron.cluster.slurm import JobState, Node
+from arpo_megatron.cluster.submissions import command_jobs, record_command
 from arpo_megatron.cluster.submit import dry_run
 from arpo_megatron.cluster.submit_run import submit_run
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
+from arpo_megatron.jobs.run_directory import RunDirectory
 from tests.cluster.onebox import Onebox
 from tests.cluster.stand_in import PLAIN, Queue, profile
 
@@ -93,6 +95,17 @@ def test_command_on_a_cluster_keeps_its_arguments(queue: Queue, tmp_path: Path) 
     assert " ".join(export.arguments[3:]) == f"--out {tmp_path / 'out'} --step 3"
     with pytest.raises(UserError, match="--then serve: use eval or export"):
         arpo("submit", "quickstart", *place, "--then", "serve")
+
+
+def test_half_written_record_of_a_command_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.submissions.mkdir()
+    record_command(run, "4711", "arpo-run-eval", ["eval", "run"])
+    with next(run.submissions.iterdir()).open("a") as file:
+        file.write('{"job": "47')
+    state = JobState("4711", "PENDING", name="arpo-run-eval")
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.job_states", lambda jobs: {"4711": state})
+    assert command_jobs(run) == [("arpo eval run", state)]
 
 
 def test_run_of_32_ranks_is_exported_by_one_process(

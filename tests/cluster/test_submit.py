@@ -45,6 +45,15 @@ def test_recipes_can_be_submitted() -> None:
         assert prepare_submission(resolve.resolve(recipe), profile(), nodes=None).layout.nodes >= 1
 
 
+def test_dry_run_says_that_an_unset_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepare_submission(resolve.resolve("quickstart"), profile(secrets={"SEARCH_KEY": "env"}), nodes=None)
+    refused = "# arpo submit would refuse it: the secret SEARCH_KEY is not set"
+    monkeypatch.delenv("SEARCH_KEY", raising=False)
+    assert refused in dry_run(job)
+    monkeypatch.setenv("SEARCH_KEY", "k")
+    assert refused not in dry_run(job)
+
+
 def test_job_that_does_not_fit_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "engine.replicas=1"]
     small = profile(gpu="h100-80", runs=str(tmp_path))
@@ -309,7 +318,8 @@ def test_overrides_that_contradict_nodes_are_refused(tmp_path: Path, sent: list[
     assert not sent
 
 
-def test_batch_script_follows_the_profile(tmp_path: Path) -> None:
+def test_batch_script_follows_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k")
     cluster = profile(
         partition="h100",
         qos="high",
