@@ -114,17 +114,20 @@ def test_routes_survive_pushes(engine: EngineHandle, model: Path, sandbox_url: s
     """Each token keeps the routes of its first request, even if newer weights continue after it."""
     asked = [Task(f"task-{n}", (), "1", "math", f"{'4 * 5 - 1 ' * 3}{n} + {7 * n}\n") for n in range(8)]
     with launched_rollouts(ServiceSettings((engine.url,), sandbox_url, model, seed=4, expert_routes=SHAPE)) as handle:
-        handle.start_trees("training", asked, step=1, version=0, settings=RolloutSettings.training(job))
         cut: list[Generation] = []
+        records: list[TreeRecord] = []
         for attempt in range(100):
             if len(cut) >= 5:  # pauses met these with tokens sampled already
                 break
-            time.sleep(0.05 * 1.1**attempt)  # a busy machine samples nothing within the shortest
+            if not records:  # at first, and if all trees have ended meanwhile
+                settings = RolloutSettings.training(job)
+                handle.start_trees("training", asked, step=attempt, version=0, settings=settings)
+            time.sleep(min(0.05 * 1.1**attempt, 1.0))  # a busy machine samples nothing within the shortest
             handle.pause()
             handle.resume(0)
             records = [TreeRecord.from_entries(tree.entries) for tree in handle.unfinished_trees("training")]
             parts = [part for record in records for answers in record.generations.values() for part in answers]
-            cut = [part for part in parts if part.finish == "cut_short" and len(part.token_ids)]
+            cut = [part for part in parts if part.finish == "cut_short" and len(part.token_ids)] or cut
         assert cut, "no pause met a generation"
         report = handle.collect(CollectTrees("training"))
     assert report.failed == []

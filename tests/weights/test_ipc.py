@@ -141,6 +141,7 @@ class Buffers:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
+        self._lock = threading.RLock()  # ranks of the engine are threads of this process
         patch.setattr(sharing, "shareable", self._counted(sharing.shareable))
         patch.setattr(torch, "empty", self._counted(torch.empty))
 
@@ -155,8 +156,9 @@ class Buffers:
         return made
 
     def _add(self, count: int) -> None:
-        self.now += count
-        self.most = max(self.most, self.now)
+        with self._lock:
+            self.now += count
+            self.most = max(self.most, self.now)
 
 
 def joined() -> Control:
@@ -220,6 +222,9 @@ def push_and_count(_: None) -> None:
         most = trainer.transport.largest_buffer
         assert buffers.most == 2 * most, "all that this process holds is in two equal buffers"
         assert 0 < most <= BUCKET_BYTES
+        deadline = time.monotonic() + 30
+        while buffers.now and time.monotonic() < deadline:
+            time.sleep(0.01)  # gloo's threads may hold the last ones a moment longer
         assert buffers.now == 0
         trainer.transport.close()
         trainer.control.gather(None)
