@@ -162,15 +162,22 @@ def test_error_in_code_of_tool_is_no_result_of_the_call(error: Exception, repeat
 @pytest.mark.parametrize("name", ["hold", "stuck"])
 def test_tool_that_ignores_time_limit_is_ended_with_worker(troubled: Troubled, name: str) -> None:
     service = troubled.service
+
+    def workers() -> set[int]:
+        return {each.pid for each in service.workers()}
+
     wait_until(lambda: alive(service) == 2)
     with SandboxClient(service.url) as client, ThreadPoolExecutor(2) as pool:
-        before = {each.pid for each in service.workers()}
+        before = workers()
         searches = pool.submit(search_facts, client, range(200))
         began = time.monotonic()
         answer = client.call(name, {}, timeout_s=0.5)
         assert (answer.status, time.monotonic() - began < 20) == ("timeout", True)  # the tool itself takes 60 s
         searches.result()
-        wait_until(lambda: alive(service) == 2 and len(before - {each.pid for each in service.workers()}) == 1)
+        wait_until(
+            lambda: alive(service) == 2 and len(before - workers()) == 1,
+            state=lambda: (before, workers(), alive(service), service.stderr()),
+        )
         search_facts(client, range(200, 220))
 
 

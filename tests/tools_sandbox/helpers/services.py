@@ -215,11 +215,14 @@ def refused_start(*arguments: str) -> str:
     return line
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, with a limit that only a broken service reaches, since the machine may be busy."""
+def wait_until(condition: Callable[[], bool], *, state: Callable[[], object] = lambda: "") -> None:
+    """Wait for a condition, with a limit that only a broken service reaches, since the machine may be busy.
+
+    state: what is known then, for the message.
+    """
     deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, state()
         time.sleep(0.02)
 
 
