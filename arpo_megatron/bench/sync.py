@@ -3,8 +3,8 @@
 The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. For each transport,
 rounds measure whole pushes and the floor in turn. A push is begin, exchange, commit, and the probe through trainer
 and engine together. Every other push is verified, with checksums of every tensor and a longer probe.
-`share_of_floor` is the floor over the mean push of a run with the default `sync.verify_every`;
-`share_of_floor_verified` is that of a run that verifies every push. The floor is the bare transfer plus one copy:
+`share_of_floor` is the floor over a push without checksums; `share_of_floor_verified` is that over a verified push, the
+default of `sync.verify_every`. The floor is the bare transfer plus one copy:
 
     network   one flat tensor broadcast by gloo between two processes
     ipc       one copy into shared memory
@@ -37,6 +37,7 @@ from torch import Tensor
 from arpo_megatron.bench import bare, memory
 from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import EngineConfig, ModelConfig, ParallelConfig, SyncConfig
+from arpo_megatron.errors import UserError
 from arpo_megatron.models.mapping import hf_bytes, hf_shapes
 from arpo_megatron.models.safetensors import write_tensors
 from arpo_megatron.models.spec import ModelSpec
@@ -69,8 +70,10 @@ def bench_sync(
         vocabulary: size of the vocabulary; each entry has 4 KiB in the embedding.
 
     Raises:
-        UserError: a rank or the engine failed.
+        UserError: `directory` does not exist, or a rank or the engine failed.
     """
+    if directory is not None and not directory.is_dir():
+        raise UserError(f"--directory {directory}: no such directory")
     from arpo_megatron.bench.resharding import bench_resharding
     from arpo_megatron.engine.launch import launch_engine
 
@@ -330,26 +333,22 @@ def _figures(pushes: Pushes, floor_s: list[float]) -> dict[str, Any]:
     if pushes.peaks is None:
         raise AssertionError("no push was measured")
     plain, verified = pushes.plain[1:], pushes.verified[1:]
-    every = SyncConfig().verify_every
 
-    def share(seconds: Callable[[PushTimes], float], every: int) -> float:
-        """Return floor over push for a run that verifies one push of `every`."""
-        mean = ((every - 1) * median(map(seconds, plain)) + median(map(seconds, verified))) / every
-        return round(median(floor_s) / mean, 3)
+    def share(seconds: Iterable[float]) -> float:
+        return round(median(floor_s) / median(seconds), 3)
 
     def rounded(seconds: Iterable[float]) -> list[float]:
         return [round(each, 3) for each in seconds]
 
     return {
-        "share_of_floor": share(lambda took: took.push, every),
-        "share_of_floor_verified": share(lambda took: took.push, 1),
-        "share_of_floor_without_probe": share(lambda took: took.push - took.probe, every),
+        "share_of_floor": share(took.push for took in plain),
+        "share_of_floor_verified": share(took.push for took in verified),
+        "share_of_floor_without_probe": share(took.push - took.probe for took in plain),
         "floor_s": rounded(floor_s),
         "push_s": rounded(took.push for took in plain),
         "probe_s": rounded(took.probe for took in plain),
         "verified_push_s": rounded(took.push for took in verified),
         "verified_probe_s": rounded(took.probe for took in verified),
-        "verify_every": every,
         "peak_extra_bytes": pushes.peaks[0],
         "engine_peak_extra_bytes": pushes.peaks[1],
         "two_buckets_bytes": pushes.two_buckets_bytes,

@@ -6,9 +6,9 @@
     commit    caches are emptied, answers carry the new policy version, engines generate again
     verify    the caller compares log-probs of a short probe
 
-At an engine's first push and at every n-th one, checksums of every whole tensor on the engine are compared too, and the
-probe is longer. The plan is made once, and again when an engine has restarted or a push has failed. With
-`rollout.across_push=keep_kv` the caches are kept.
+Checksums of every whole tensor on the engine are compared too, and the probe is longer, at an engine's first push and
+at every n-th one (`sync.verify_every`, by default every push). The plan is made once, and again when an engine has
+restarted or a push has failed. With `rollout.across_push=keep_kv` the caches are kept.
 
 A push that is interrupted before its commit, even by a kill -9 of a trainer rank, leaves engines that refuse to
 generate until a whole push has arrived.
@@ -76,7 +76,7 @@ class PushSettings:
     """`sync.transport`."""
     bucket_bytes: int = 256 * 2**20
     """Most bytes that a process handles in one round; it holds two of them."""
-    verify_every: int = 20
+    verify_every: int = 1
     """Pushes from one verification to the next. 0 verifies only pushes to engines that no whole push has reached since
     their start or since a failed push."""
     fp8: bool = False
@@ -218,6 +218,8 @@ class WeightSync:
         self._trainers = control.gather(local.shard)
         self._owners = reshard.owners(self._table, self._trainers)
         if settings.transport == "disk":
+            if control.rank == 0:
+                self._note(f"weights travel by disk: sync.transport=disk, files in {settings.directory}")
             buckets = partial(hf_buckets, self._chunks, self._spec, settings.bucket_bytes)
             self._transport = Disk(control, self._admin, buckets, settings.directory)
             self._transport.connect(Exchange("", engines, (), ()))

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import requests
@@ -126,13 +126,13 @@ def generate(url: str, max_new_tokens: int = 4) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def trainer(directory: Path, seed: int) -> Trainer:
+def trainer(directory: Path, seed: int, dtype: Literal["float32", "bfloat16"] = "float32") -> Trainer:
     """A trainer of one rank with random weights."""
     from arpo_megatron.actor.model import build_model
     from arpo_megatron.weights.load import load_hf
 
     reference = make(directory / str(seed), "qwen3-tied", seed=seed)
     spec = ModelSpec.from_hf(directory / str(seed))
-    model = build_model(spec, ParallelConfig(), "float32")
+    model = build_model(spec, ParallelConfig(), dtype)
     load_hf([model], spec, directory / str(seed))
     return Trainer(model, spec, reference)

@@ -166,6 +166,9 @@ def test_every_family_is_pushed_in_fp8(served: tuple[Path, EngineHandle], kind: 
     assert post(engine.url).status_code == 200
 
 
+own_view = LocalShard.view
+
+
 def doubled_scale(shard: LocalShard, piece: BoxPart) -> Tensor:
     values = own_view(shard, piece)
     return values * 2 if piece.name.endswith("o_proj.weight" + SCALES) else values
@@ -178,9 +181,6 @@ def flipped_bit(shard: LocalShard, piece: BoxPart) -> Tensor:
     return values
 
 
-own_view = LocalShard.view
-
-
 def push_wrongly(url: str, directory: Path) -> None:
     """Wrong scales and bytes, and scales left out, are stopped at their push; the next one repairs the engine."""
     from arpo_megatron.actor import parallel
@@ -189,8 +189,9 @@ def push_wrongly(url: str, directory: Path) -> None:
     parallel.initialize(ParallelConfig(), seed=1)
     spec = ModelSpec.from_hf(directory)
     chunks = build_chunks(spec, ParallelConfig(), torch.bfloat16)
-    settings = PushSettings("network", BUCKET_BYTES, verify_every=1, fp8=True)
+    settings = PushSettings("network", BUCKET_BYTES, fp8=True)
     sync = WeightSync(Control(None), EngineAdmin([url], TIMEOUT_S), chunks, spec, settings)
+    sync.push(1)  # those that follow are no first pushes
     for wrong in (doubled_scale, flipped_bit):
         LocalShard.view = wrong  # type: ignore[method-assign]
         with pytest.raises(WeightPushError, match="is not what the trainer sent: checksum"):

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.mark.parametrize(("kind", "seed"), [("network", 1), ("ipc", 3), ("disk", 5)])
 def test_each_push_gives_the_engine_the_trainers_weights_and_version(
-    engine: EngineHandle, tmp_path: Path, kind: str, seed: int
+    engine: EngineHandle, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, seed: int
 ) -> None:
     for version, bucket in ((seed, BUCKET_BYTES), (seed + 1, TINY_BUCKET_BYTES)):
         trained = trainer(tmp_path, version)
@@ -54,6 +54,7 @@ def test_each_push_gives_the_engine_the_trainers_weights_and_version(
             assert trained.gap(sync) > 0.1
 
             report = sync.push(version)
+            assert f"weights travel by {'gloo' if kind == 'network' else kind}: " in capsys.readouterr().out
 
             after = generate(engine.url)["meta_info"]
             assert after["weight_version"] == str(version)

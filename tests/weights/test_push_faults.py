@@ -4,7 +4,7 @@ Each is stopped at the push in which it happens, with an error that names it, an
 table is in docs/internals/weight-sync.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from arpo_megatron.config import JobConfig, ModelConfig
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
-from arpo_megatron.engine.launch import EngineHandle
+from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
-from arpo_megatron.trainer.consistency import GAP_LIMITS
+from arpo_megatron.trainer.consistency import GAP_LIMITS, gap_limit
 from arpo_megatron.weights import reshard
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
-from arpo_megatron.weights.sync import PROBE_TOKENS, WeightSync
-from tests.weights.pushes import TIMEOUT_S, TOKENS, generate, post, trainer
+from arpo_megatron.weights.sync import PROBE_TOKENS, PushSettings, WeightSync
+from tests.weights.pushes import SIZES, TIMEOUT_S, TOKENS, generate, post, trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 KEYS, VALUES = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
@@ -58,7 +59,7 @@ def one_bit(shard: LocalShard, piece: BoxPart) -> Tensor:
     values = own_view(shard, piece)
     if piece.name == KEYS:
         values = values.clone()
-        values.view(torch.int32).view(-1)[0] ^= 1
+        values.view({2: torch.int16, 4: torch.int32}[values.itemsize]).view(-1)[0] ^= 1
     return values
 
 
@@ -104,8 +105,35 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     assert expected[0] == {"head": int((bits * (2 * place + 1)).sum())}, "other code gets the same sum modulo 2^64"
 
 
+@pytest.fixture(scope="module")
+def bfloat16_engine(engine_model: Path) -> Iterator[EngineHandle]:
+    log = engine_model.parent / "bfloat16.log"
+    with launch_engine(engine_model, SIZES, dtype="bfloat16", seed=1, log_path=log) as handle:
+        yield handle
+
+
+def test_every_push_of_a_bfloat16_job_stops_faults_that_its_probe_does_not_see(
+    bfloat16_engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default settings, at pushes that are neither the first one nor follow a failure."""
+    config = JobConfig("test", model=ModelConfig(dtype="bfloat16"))
+    trained = trainer(tmp_path, 2, "bfloat16")
+    unseen = []
+    with trained.sync(bfloat16_engine.url, verify_every=PushSettings().verify_every) as sync:
+        for wrong in (swapped, wrong_shard, wrong_scale, one_bit):
+            sync.push(2)
+            first_gap = trained.gap(sync, TOKENS[:PROBE_TOKENS])
+            monkeypatch.setattr(LocalShard, "view", wrong)
+            with pytest.raises(WeightPushError, match=r"is not what the trainer sent: checksum \w{16} instead of"):
+                sync.push(3)
+            monkeypatch.undo()
+            if trained.gap(sync, TOKENS[:PROBE_TOKENS]) <= gap_limit(first_gap, config):
+                unseen.append(wrong)
+    assert {wrong_scale, one_bit} <= set(unseen), "the probe alone would let these pass"
+
+
 @pytest.mark.parametrize("wrong", [swapped, wrong_shard, wrong_scale])
-def test_short_probe_stops_wrong_values_of_a_push_without_checksums(
+def test_short_probe_stops_wrong_values_of_a_float32_push_without_checksums(
     engine: EngineHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: View
 ) -> None:
     trained = trainer(tmp_path, 2)

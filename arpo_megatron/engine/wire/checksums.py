@@ -21,8 +21,8 @@ RECEIVED_ACTION = "arpo-received"
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1
-_CHUNK = 2**20
-"""Elements that are summed at a time; as int64 they take 8 MiB."""
+_CHUNK = {"cpu": 2**18, "cuda": 2**20}
+"""Elements that are summed at a time, which as int64 (2 or 8 MiB) stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,14 @@ def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:
     """Sum bits * (2 * index + 1), from sums along each dimension: the index in the whole tensor is linear in them."""
     bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)  # int64 is arithmetic modulo 2^64
-    rows = max(1, _CHUNK // max(1, prod(bits.shape[1:])))
+    rows = max(1, _CHUNK[bits.device.type] // max(1, prod(bits.shape[1:])))
     for first in range(0, len(bits), rows):
         chunk = bits[first : first + rows].to(torch.int64)
-        total += (2 * (offset + first * strides[0]) + 1) * chunk.sum()
         for dim, stride in enumerate(strides):
             others = [other for other in range(chunk.dim()) if other != dim]
             sums = chunk.sum(others) if others else chunk
-            total += 2 * stride * (sums * torch.arange(len(sums), device=sums.device)).sum()
+            factors = torch.arange(len(sums), device=sums.device) * (2 * stride)
+            if dim == 0:
+                factors += 2 * (offset + first * stride) + 1
+            total += (sums * factors).sum()
     return int(total) & _MASK
