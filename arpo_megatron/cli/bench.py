@@ -105,7 +105,7 @@ def controller(
 @app.command()
 @with_dry_run
 def sync(
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of the random model, in 10^6 bytes.")] = 600,
+    megabytes: Annotated[int, typer.Option(min=227, help="Least size of the random model, in 10^6 bytes.")] = 600,
     tensor: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the trainer.")] = 1,
     bucket_mib: Annotated[int, typer.Option(min=1, help="Value of sync.bucket_mib.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed rounds.")] = 5,
@@ -119,7 +119,9 @@ def sync(
     from arpo_megatron.bench.sync import bench_sync
 
     if not json_only:
-        print(f"a model of {megabytes} MB and {repeats + 1} rounds of pushes: two or three minutes", file=sys.stderr)
+        print(
+            f"a model of at least {megabytes} MB, {repeats + 1} rounds of pushes: two or three minutes", file=sys.stderr
+        )
     _answer("sync", bench_sync(megabytes, tensor, bucket_mib, repeats, directory))
 
 

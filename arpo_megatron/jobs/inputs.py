@@ -21,7 +21,7 @@ from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
-from arpo_megatron.models.known import check_is_known
+from arpo_megatron.models.known import check_is_known, load_spec
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.tasks.base import Task
@@ -158,6 +158,8 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
         spec.check_attention(config.model)
         spec.check_engine(config.engine, config.parallel)
         spec.check_replay(config.algorithm)
+    else:
+        load_spec(config.model).check_engine(config.engine, config.parallel)
     if config.sft.data is not None:
         check_file(config.sft.data)
     if not config.data.is_generated:

@@ -48,6 +48,10 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     return run
 
 
+FP8 = ["engine.quantization=fp8", "model.dtype=bfloat16"]
+"""No FP8 engine can hold the quickstart's small heads."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -98,6 +102,11 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         (["serve", "oracle"], "neither a run directory (config.yaml) nor a Hugging Face directory (config.json)\n"),
         (["chat", "nowhere"], "nor a Hugging Face directory (config.json), nor a URL\n"),
         (["chat", "oracle", "--dry-run"], "nor a Hugging Face directory (config.json), nor a URL\n"),
+        (["bench", "sync", "--json", "--directory", "nowhere"], "--directory nowhere: no such directory"),
+        (["bench", "sync", "--megabytes", "30"], "invalid value for '--megabytes'"),
+        (["train", "quickstart", *FP8], "the head size of engine ranks (32) is not a multiple of 128"),
+        (["train", "quickstart", *FP8, "--dry-run"], "the head size of engine ranks (32) is not a multiple of 128"),
+        (["demo", *FP8], "the head size of engine ranks (32) is not a multiple of 128"),
         (["serve", "http://127.0.0.1:9"], "cannot be served: name a run directory"),
         (["chat", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1 does not answer as a chat server"),
     ],

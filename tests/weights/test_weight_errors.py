@@ -111,6 +111,23 @@ def test_quantized_engine_needs_whole_blocks_on_both_sides(
         spec.check_engine(sizes, parallel)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (["model.heads=1", "model.kv_heads=1"], ""),
+        ([], r"^engine\.quantization=fp8: the head size of engine ranks .32. is not a multiple of 128"),
+        (["model.heads=4", "model.kv_heads=2", "engine.tensor=4"], r"needs engine\.tensor <= 2, the model's key/value"),
+    ],
+)
+def test_quantized_engine_needs_whole_blocks_of_a_generated_model(sizes: list[str], message: str) -> None:
+    job = resolve.resolve("quickstart", overrides=["engine.quantization=fp8", "model.dtype=bfloat16", *sizes])
+    if not message:
+        check_inputs(job)
+        return
+    with pytest.raises(UserError, match=message):
+        check_inputs(job)
+
+
 def test_flash_attention_refuses_wide_heads() -> None:
     spec, model = KNOWN_MODELS["Qwen/Qwen3-8B"], ModelConfig(attention_backend="flash")
     spec.check_attention(model)
