@@ -4,7 +4,9 @@ Each is stopped at the push in which it happens, with an error that names it, an
 table is in docs/internals/weight-sync.md.
 """
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
+from arpo_megatron.engine.wire.checksums import ChecksummedPart, difference
 from arpo_megatron.trainer.consistency import GAP_LIMITS, gap_limit
 from arpo_megatron.weights import reshard
+from arpo_megatron.weights import sync as push
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import PROBE_TOKENS, PushSettings, WeightSync
@@ -103,6 +107,33 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     bits = sent.numpy().view(np.int32).ravel().astype(np.int64).astype(np.uint64)
     place = np.arange(bits.size, dtype=np.uint64)
     assert expected[0] == {"head": int((bits * (2 * place + 1)).sum())}, "other code gets the same sum modulo 2^64"
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 2])
+def test_checksums_of_many_engines_are_compared_once_if_they_are_equal(
+    monkeypatch: pytest.MonkeyPatch, wrong: int | None
+) -> None:
+    """No engine runs: the answers of three are given."""
+    kind = TensorType((4, 4), "float32")
+    sent = torch.randn(kind.shape)
+    part = ChecksummedPart.of(sent, sent)
+    answers = [[{"head": json.dumps([part.as_json()])}] for _ in range(3)]
+    if wrong is not None:
+        answers[wrong] = [{"head": json.dumps([replace(part, checksum=part.checksum ^ 1).as_json()])}]
+    admin = EngineAdmin([f"http://engine{index}" for index in range(3)], TIMEOUT_S)
+    monkeypatch.setattr(admin, "_check_weights", lambda _: answers)
+    compared: list[int] = []
+    monkeypatch.setattr(push, "difference", lambda *given: compared.append(1) or difference(*given))
+    sync: Any = WeightSync.__new__(WeightSync)
+    shard: Any = None
+    sync._local = LocalShard(shard, {"head": kind}, {}, torch.device("cpu"))
+    sync._admin = admin
+    if wrong is None:
+        sync._compare([part.checksum])
+        assert len(compared) == 1
+        return
+    with pytest.raises(WeightPushError, match=f"http://engine{wrong}: head is not what the trainer sent"):
+        sync._compare([part.checksum])
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ Two different elements in each other's place change it, too.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Self
 
@@ -45,13 +45,14 @@ class ChecksummedPart:
         return cls(offset, tuple(view.shape), strides, _checksum(values, offset, strides))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: Sequence[Any]) -> Self:
         """Return the object whose `as_json` gave `data`."""
-        return cls(data["offset"], tuple(data["sizes"]), tuple(data["strides"]), data["checksum"])
+        offset, sizes, strides, checksum = data
+        return cls(offset, tuple(sizes), tuple(strides), checksum)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> list[Any]:
         """Return the fields as JSON-safe values."""
-        return asdict(self)
+        return [self.offset, self.sizes, self.strides, self.checksum]
 
 
 def difference(pieces: Iterable[ChecksummedPart], expected: int, elements: int) -> str | None:
