@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from arpo_megatron.config import EngineConfig, JobConfig, Platform
+from arpo_megatron.config import EngineConfig, JobConfig, ModelConfig, Platform
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.transformer_engine import INSTALL_EXTENSION, check_emulation, extension_installed
+from arpo_megatron.hardware.transformer_engine import check_emulation, extension_fault, extension_installed
 
 COLOCATED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
@@ -92,7 +92,8 @@ def check_machine(config: JobConfig) -> None:
     """Check that this machine can run the job.
 
     Raises:
-        UserError: it has no GPU, too few GPUs, or none that supports the job's FP8 recipe or attention kernels.
+        UserError: it has no GPU, too few GPUs, none that supports the job's FP8 recipe or attention kernels, or a
+            Transformer Engine that the job cannot use.
     """
     gpus = gpu_count(config.platform)
     if not gpus:
@@ -115,8 +116,7 @@ def check_machine(config: JobConfig) -> None:
         )
     if config.sync.transport == "ipc" and not colocated:
         raise UserError("sync.transport=ipc needs engine.placement=colocated: engines on the trainer's GPUs")
-    if config.model.transformer_impl == "transformer_engine" and not extension_installed():
-        raise UserError(f"model.transformer_impl=transformer_engine needs Transformer Engine: {INSTALL_EXTENSION}")
+    _check_transformer_engine(config.model)
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
     if config.model.attention_backend == "flash":
@@ -135,9 +135,20 @@ def _check_cpu(config: JobConfig) -> None:
         raise UserError("model.attention_backend=flash needs a GPU: give model.attention_backend=auto")
 
 
+def _check_transformer_engine(model: ModelConfig) -> None:
+    if model.fp8 != "none":
+        key = f"model.fp8={model.fp8}"
+    elif model.transformer_impl == "transformer_engine":
+        key = "model.transformer_impl=transformer_engine"
+    elif model.dtype == "bfloat16" and extension_installed():
+        key = "model.dtype=bfloat16 with Transformer Engine"
+    else:
+        return
+    if fault := extension_fault():
+        raise UserError(f"{key} needs {fault}")
+
+
 def _check_fp8(recipe: str) -> None:
-    if not extension_installed():
-        raise UserError(f"model.fp8={recipe} needs Transformer Engine: {INSTALL_EXTENSION}")
     import torch
 
     _check_capability(f"model.fp8={recipe}", (9, 0) if recipe == "blockwise" else (8, 9))

@@ -5,6 +5,7 @@ TE is two packages: its Python (`transformer-engine`, small, for any machine) an
 """
 
 import os
+import subprocess
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -54,14 +55,40 @@ def extension_installed() -> bool:
     return any(any(folder.glob("transformer_engine_torch*.so")) for folder in folders)
 
 
+def extension_fault() -> str | None:
+    """Return what a job on GPUs needs installed to use TE, with the command; None if TE's extension loads."""
+    if not extension_installed():  # its Python alone serves the emulation
+        return f"transformer-engine[pytorch] {CHECKED_TRANSFORMER_ENGINE} ({INSTALL_EXTENSION})"
+    if (found := _installed_version()) != CHECKED_TRANSFORMER_ENGINE:
+        return f"transformer-engine {CHECKED_TRANSFORMER_ENGINE} instead of {found} ({INSTALL_EXTENSION})"
+    if error := _import_error():
+        return f"a transformer-engine for this torch ({INSTALL_EXTENSION}): {error}"
+    return None
+
+
+@cache
+def _import_error() -> str | None:
+    """Import TE in a process of its own: an extension for another torch fails here, and may end the process."""
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if not done.returncode:
+        return None
+    return (done.stderr.splitlines() or [f"the import ended with exit code {done.returncode}"])[-1][:200]
+
+
+def _installed_version() -> str | None:
+    """Return the version of TE's Python, without the suffix of a build."""
+    try:
+        return version("transformer-engine").split("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
 def check_emulation() -> None:
     """Raise UserError, with the command that installs it, unless TE's Python has the version that can be emulated."""
-    try:
-        found = f"transformer-engine {version('transformer-engine')} is installed"
-    except PackageNotFoundError:
-        found = "transformer-engine is not installed"
-    if found != f"transformer-engine {CHECKED_TRANSFORMER_ENGINE} is installed":
+    if (found := _installed_version()) != CHECKED_TRANSFORMER_ENGINE:
+        has = f"transformer-engine {found} is installed" if found else "transformer-engine is not installed"
         raise UserError(
-            f"FP8 on a CPU needs the Python of transformer-engine {CHECKED_TRANSFORMER_ENGINE}, but {found}: "
+            f"FP8 on a CPU needs the Python of transformer-engine {CHECKED_TRANSFORMER_ENGINE}, but {has}: "
             "pip install 'arpo-megatron[emulation]'"
         )

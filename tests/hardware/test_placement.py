@@ -65,8 +65,8 @@ def not_installed(package: str) -> str:
         (["engine.tensor=4"], 2, "4 engine.tensor * engine.replicas need 4 GPUs, but torch finds 2"),
         (["engine.placement=split"], 1, "1 for engines, but torch finds 1: set engine.placement=colocated"),
         (["model.fp8=current"], 0, "transformer-engine 2.11.0, but transformer-engine is not installed: pip install"),
-        (["model.fp8=current"], 1, "needs Transformer Engine"),
-        (["model.transformer_impl=transformer_engine", "model.dtype=bfloat16"], 1, "needs Transformer Engine: pip"),
+        (["model.fp8=current"], 1, "model.fp8=current needs transformer-engine[pytorch] 2.11.0"),
+        (["model.transformer_impl=transformer_engine", "model.dtype=bfloat16"], 1, "needs transformer-engine[pytorch]"),
         (
             ["optimizer.offload=true", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"],
             0,
@@ -91,12 +91,38 @@ def test_check_machine_error_is_one_line(overrides, gpus, line, monkeypatch) -> 
 
 def test_blockwise_needs_products_of_cuda_12_9(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
-    monkeypatch.setattr(placement, "extension_installed", lambda: True)
+    monkeypatch.setattr(placement, "extension_fault", lambda: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.version.cuda", "12.8")
     placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=current"]))
     with pytest.raises(UserError, match=r"blockwise needs a torch for CUDA 12\.9 or newer, but this is one for 12\.8"):
         placement.check_machine(resolve.resolve("quickstart", overrides=["model.fp8=blockwise"]))
+
+
+def test_transformer_engine_of_another_version_or_torch_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its Python is here without an extension, which fails like an extension for another torch: on import."""
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
+    for module in (placement, transformer_engine):
+        monkeypatch.setattr(module, "extension_installed", lambda: True)
+    for overrides in (["model.fp8=blockwise"], ["model.dtype=bfloat16"]):
+        config = resolve.resolve("quickstart", overrides=overrides)
+        with monkeypatch.context() as patched:
+            patched.setattr(transformer_engine, "version", lambda package: "2.20.2+abc")
+            with pytest.raises(UserError, match=r"needs transformer-engine 2\.11\.0 instead of 2\.20\.2 \(pip install"):
+                placement.check_machine(config)
+        with pytest.raises(UserError, match=r"needs a transformer-engine for this torch \(pip install .*\): \w+"):
+            placement.check_machine(config)
+    placement.check_machine(resolve.resolve("quickstart", overrides=["model.dtype=float32"]))
+
+
+def test_import_that_ends_without_a_message_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer_engine._import_error.cache_clear()
+    monkeypatch.setattr(transformer_engine, "extension_installed", lambda: True)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert str(transformer_engine.extension_fault()).endswith("the import ended with exit code 1")
+    transformer_engine._import_error.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,7 @@ from arpo_megatron.config import JobConfig, SandboxConfig
 from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import gpu_count
-from arpo_megatron.hardware.transformer_engine import (
-    CHECKED_TRANSFORMER_ENGINE,
-    INSTALL_EXTENSION,
-    extension_installed,
-)
+from arpo_megatron.hardware.transformer_engine import extension_fault
 from arpo_megatron.jobs.checkpoint_dirs import SFT_CHECKPOINTS_KEPT, checkpoint_directories, kept, step_of
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
@@ -108,7 +104,7 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
     missing = []
     engines = not config.sft_only if config else on_gpus
     if on_gpus:
-        missing += _lacking_transformer_engine()
+        missing += [fault] if (fault := extension_fault()) else []
         modules += ["sgl_kernel"] * engines
         if config is not None and config.model.attention_backend == "flash":
             missing += _lacking("flash-attn-4", lambda found: True)
@@ -123,19 +119,6 @@ def check_packages(config: JobConfig | None, on_gpus: bool) -> CheckResult:
             "packages", f"{who} needs {', '.join(missing)}, not installed here", "slurm/container/Dockerfile"
         )
     return ok("packages", f"all that {who} needs")
-
-
-def _lacking_transformer_engine() -> list[str]:
-    if not extension_installed():  # its Python alone serves the emulation
-        return [f"transformer-engine[pytorch] ({INSTALL_EXTENSION})"]
-    if missing := _lacking("transformer-engine", lambda found: found == _numbers(CHECKED_TRANSFORMER_ENGINE)):
-        return missing
-    # An extension for another torch fails on import only.
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if not done.returncode:
-        return []
-    return [f"a transformer-engine for this torch ({INSTALL_EXTENSION}): {done.stderr.splitlines()[-1][:200]}"]
 
 
 def _lacking(package: str, fits: Callable[[tuple[int, ...]], bool]) -> list[str]:
