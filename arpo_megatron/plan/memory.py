@@ -64,7 +64,7 @@ def job_memory(config: JobConfig, spec: ModelSpec, hardware: Hardware, largest: 
     stages = [_training(config, spec, largest, stage) for stage in range(config.parallel.pipeline)]
     training = max(stages, key=lambda parts: sum(parts.values()))
     engine, kv_tokens = _engine(config, spec, hardware)
-    common: Parts = {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * hardware.memory}
+    common = process_parts(hardware.memory)
     if config.parallel.world_size > 1:
         common["collectives"] = COLLECTIVES
     if config.sft_only:  # without engines
@@ -123,17 +123,38 @@ def _state(config: JobConfig, held: Parameters) -> float:
 
 
 def _training(config: JobConfig, spec: ModelSpec, largest: Workload, stage: int) -> Parts:
-    parallel, value = config.parallel, value_bytes(config)
-    kept, pack, keys = _tokens(config, largest, stage)
-    last = stage == parallel.pipeline - 1
+    live, pack, keys = _tokens(config, largest, stage)
     targets = pack * largest.sampled / largest.unique
-    parts = static_parts(config, spec, stage) | pack_parts(config, spec, Tokens(pack, keys), targets, last=last)
-    parts["activations"] *= kept / pack
+    return update_parts(config, spec, Tokens(pack, keys), targets, live=live, stage=stage)
+
+
+def update_parts(
+    config: JobConfig, spec: ModelSpec, tokens: Tokens, targets: float, *, live: float, stage: int = 0
+) -> Parts:
+    """Return the bytes of a rank's tensors in an update.
+
+    Args:
+        config: the job.
+        spec: sizes of the model.
+        tokens: tokens of the largest pack on one rank.
+        targets: its targets.
+        live: most tokens of the rank whose activations are alive at once.
+        stage: the rank's pipeline stage.
+    """
+    parallel, value = config.parallel, value_bytes(config)
+    last = stage == parallel.pipeline - 1
+    parts = static_parts(config, spec, stage) | pack_parts(config, spec, tokens, targets, last=last)
+    parts["activations"] *= live / tokens.queries
     w = Widths.of(spec, parallel, value)
-    if keys > pack * parallel.context:  # inherited keys and values, and their gradients in float32
-        inherited = keys - pack * parallel.context
+    inherited = tokens.keys - tokens.queries * parallel.context
+    if inherited > 0:  # their keys and values, and the gradients of these in float32
         parts["activations"] += spec.layers // parallel.pipeline * inherited * 2 * w.keys * (value + 4)
     return parts
+
+
+def process_parts(memory: float) -> Parts:
+    """Return what the tensors of a process cannot use of a GPU's memory, in bytes."""
+    return {"cuda_context": CUDA_CONTEXT, "reserve": RESERVE * memory}
 
 
 def pack_parts(config: JobConfig, spec: ModelSpec, tokens: Tokens, targets: float, *, last: bool = True) -> Parts:

@@ -1,6 +1,7 @@
 """GPU measurements, run on a CPU with tiny models; those that start engines or a job are campaigns."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ from arpo_megatron.bench.gpu.push import PushBench, push_measurements
 from arpo_megatron.bench.gpu.random_engines import EngineKind, RandomEngines, step_bytes, write_directory
 from arpo_megatron.bench.gpu.rollout import Load, RolloutBench, rollout_measurements
 from arpo_megatron.bench.gpu.step import StepBench
-from arpo_megatron.bench.gpu.update import QWEN3_4B, UpdateBench, update_measurements
+from arpo_megatron.bench.gpu.update import MEASURED, QWEN3_4B, UpdateBench, trees_of, update_measurements
 from arpo_megatron.bench.tool_calling_model import sums
 from arpo_megatron.cli.bench_gpu import app
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.specs import GPUS
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.plan.recompute import describe
 from arpo_megatron.plan.synthetic_trees import MIXES, Mix
 from arpo_megatron.rollout.worker import TokenizerCodec
 
@@ -44,11 +47,28 @@ def test_commands_are_those_of_the_docs() -> None:
         assert command in help_text
 
 
-def test_update_of_16k_tokens_recomputes_on_an_h200() -> None:
-    h200 = UpdateBench(memory=140 * 2**30)
-    assert (h200.recompute("none", 8192), h200.recompute("none", 16384)) == ("none", "full")
-    with pytest.raises(UserError, match=r"tokens need .* GiB with full recomputation, the GPU has 40 GiB"):
-        UpdateBench(memory=40 * 2**30).recompute("none", 8192)
+def test_every_update_fits_an_h200_with_the_planners_reserve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without recomputation a cut tree of the reasoning family would need 162 GiB, because its packs live together."""
+    monkeypatch.setattr("arpo_megatron.bench.gpu.update.check_machine", lambda config: None)
+    h200 = GPUS["h200"].memory
+    chosen = update_measurements(UpdateBench(memory=h200))
+    assert list(chosen) == list(MEASURED) and not capsys.readouterr().err
+    recompute = {name: describe(measure.args[1]) for name, measure in chosen.items() if isinstance(measure, partial)}
+    assert recompute["bfloat16 flat 8192"] == "none"
+    assert "none" not in {recompute[name] for name in ("bfloat16 reasoning", "blockwise flat 16384")}
+    with pytest.raises(UserError, match=r"flat 8192: not measured: needs .* GiB with full recomputation, the GPU has"):
+        update_measurements(UpdateBench(memory=40 * 2**30))
+
+
+def test_update_that_this_machine_cannot_run_is_named_before_the_others_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.hardware.transformer_engine.version", lambda package: "2.20.2")
+    chosen = update_measurements(UpdateBench())
+    assert {name.split()[0] for name in chosen} == {"bfloat16"}
+    assert "blockwise flat 8192: not measured: FP8 on a CPU needs the Python of" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -62,8 +82,8 @@ def test_exactness_and_update_speed_are_measured_on_a_tiny_model(
     assert found["ratio_before_update"] == 1.0
     assert 0 < found["gap_to_float32"]["max"] < 0.2
     bench = UpdateBench(spec=TINY, dtype="float32", repeats=1)
-    assert "bfloat16 reasoning" in update_measurements(bench)
-    found = bench.measure_mix("small", "none", 8192)
+    sides = trees_of("small", TINY.vocabulary, 8192)
+    found = bench.measure("none", bench.layout("none", sides, 8192), sides, 8192)
     assert found["tree"]["tokens"] < found["flat"]["tokens"]
     assert found["tree"]["tokens_per_s"] > 0
 

@@ -22,6 +22,7 @@ from arpo_megatron.bench.gpu.measure import Figures, Measurements, quantiles
 from arpo_megatron.bench.gpu.random_engines import first_gpu, generate
 from arpo_megatron.config import EngineConfig, Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.engine.launch import launch_engine
+from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
@@ -71,6 +72,7 @@ class ExactBench:
         layout = ParallelConfig()
         model = replace(self.model, dtype="float32") if recipe is None else replace(self.model, fp8=recipe)
         config = JobConfig(name="gpu-exact", model=model, parallel=layout)
+        check_machine(config)
         if not torch.distributed.is_initialized():
             parallel.initialize(layout, seed=1)
         spec = ModelSpec.from_hf(self.model_path())

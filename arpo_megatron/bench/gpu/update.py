@@ -5,6 +5,8 @@ The peak is that of a large bfloat16 matrix product in the same process. `packin
 
 import gc
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -17,20 +19,25 @@ from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.bench.gpu.measure import Figures, Measurements, peak_gib, reset_peak, timed
-from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig, Recompute
+from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.packing.packs import pack_trees, report_packs
 from arpo_megatron.plan.activations import Tokens
-from arpo_megatron.plan.memory import pack_parts, static_parts
+from arpo_megatron.plan.memory import process_parts, update_parts
+from arpo_megatron.plan.recompute import describe, recomputations
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
 
 QWEN3_4B = KNOWN_MODELS["Qwen/Qwen3-4B"]
 PEAK_SIZE = 8192
+
+Sides = dict[str, list[RolloutTree]]
+"""The trees of a measurement by name: of one sequence, or of a tree and its flattened trajectories."""
 
 
 def _gpu_memory() -> float:
@@ -47,17 +54,17 @@ class UpdateBench:
     """Timed updates, after one that compiles."""
     memory: float = field(default_factory=_gpu_memory)
     """Bytes of the GPU that a process can allocate."""
-    _key: tuple[str, str] | None = None
+    _key: tuple[Fp8Recipe, ParallelConfig] | None = None
     _actor: Actor | None = None
     _peak_flops: float = field(default=0.0)
 
-    def config(self, recipe: Fp8Recipe, recompute: Recompute) -> JobConfig:
+    def config(self, recipe: Fp8Recipe, layout: ParallelConfig) -> JobConfig:
         """Return the config of a job that trains this way.
 
         Raises:
             UserError: the FP8 recipe does not support the sizes of the model's products.
         """
-        spec, layout = self.spec, ParallelConfig(recompute=recompute)
+        spec = self.spec
         model = ModelConfig(
             dtype=self.dtype,
             fp8=recipe,
@@ -70,17 +77,17 @@ class UpdateBench:
         spec.check_fp8(model, layout)
         return JobConfig(name="gpu-update", model=model, parallel=layout)
 
-    def actor(self, recipe: Fp8Recipe, recompute: Recompute) -> Actor:
+    def actor(self, recipe: Fp8Recipe, layout: ParallelConfig) -> Actor:
         """Return the model with its optimizer, and free the previous one if it was another."""
-        if self._key != (recipe, recompute) or self._actor is None:
+        if self._key != (recipe, layout) or self._actor is None:
             self._actor = None
             gc.collect()
             reset_peak()
-            config = self.config(recipe, recompute)
+            config = self.config(recipe, layout)
             if not torch.distributed.is_initialized():
                 parallel.initialize(config.parallel, config.seed)
             self._actor = Actor(config, self.spec, None, optimizer=config.optimizer, total_updates=10**6)
-            self._key = (recipe, recompute)
+            self._key = (recipe, layout)
         return self._actor
 
     def peak_flops(self) -> float:
@@ -97,40 +104,40 @@ class UpdateBench:
             self._peak_flops = 10 * 2 * size**3 / median(timed(products) for _ in range(3))
         return self._peak_flops
 
-    def measure_flat(self, length: int, recipe: Fp8Recipe) -> Figures:
-        """Measure updates on one sequence of `length` tokens, with full recomputation if it would not fit without."""
-        return self._measure(recipe, self.recompute(recipe, length), {"flat": _packed([_sequence(length)], length)})
-
-    def recompute(self, recipe: Fp8Recipe, tokens: int) -> Recompute:
-        """Return the recomputation with which a pack of `tokens` tokens fits the GPU, by the planner's estimate.
+    def layout(self, recipe: Fp8Recipe, sides: Sides, budget: int) -> ParallelConfig:
+        """Return one rank with the cheapest recomputation with which every side fits, by the planner's estimate.
 
         Raises:
-            UserError: it does not fit with full recomputation.
+            UserError: a side does not fit with full recomputation, or this machine cannot run the recipe.
         """
-        choices: tuple[Recompute, ...] = ("none", "full")
-        for choice in choices:
-            if (needed := self._bytes(recipe, choice, tokens)) <= self.memory:
-                return choice
+        check_machine(self.config(recipe, ParallelConfig()))
+        packed = [(trees, _packed(trees, budget)) for trees in sides.values()]
+
+        def needed(layout: ParallelConfig) -> float:
+            return max(self._bytes(self.config(recipe, layout), trees, packs) for trees, packs in packed)
+
+        for layout in recomputations(ParallelConfig(), self.spec, lambda layout: needed(layout) <= self.memory):
+            return layout
         raise UserError(
-            f"{tokens} tokens need {needed / 2**30:.0f} GiB with full recomputation, the GPU has "
-            f"{self.memory / 2**30:.0f} GiB"
+            f"needs {needed(ParallelConfig(recompute='full')) / 2**30:.1f} GiB with full recomputation, the GPU has "
+            f"{self.memory / 2**30:.1f} GiB"
         )
 
-    def _bytes(self, recipe: Fp8Recipe, recompute: Recompute, tokens: int) -> float:
-        config = self.config(recipe, recompute)
-        parts = static_parts(config, self.spec, 0) | pack_parts(config, self.spec, Tokens(tokens, tokens), tokens)
+    def _bytes(self, config: JobConfig, trees: list[RolloutTree], packs: list[TreePack]) -> float:
+        tokens = Tokens(max(map(len, packs)), max(len(pack.token_ids) for pack in packs))
+        targets, live = max(len(pack.predictors) for pack in packs), report_packs(packs, trees).live_tokens
+        parts = update_parts(config, self.spec, tokens, targets, live=live) | process_parts(self.memory)
         return sum(parts.values())
 
-    def measure_mix(self, mix: str, recipe: Fp8Recipe, budget: int, recompute: Recompute = "none") -> Figures:
-        """Measure updates on a tree of the mix and on its flattened trajectories, in turn."""
-        trees = [MIXES[mix].tree(0, self.spec.vocabulary)]
-        sides = {"tree": _packed(trees, budget), "flat": _packed(flattened(trees), budget)}
-        figures = self._measure(recipe, recompute, sides)
-        return figures | _gain(figures, sides, self.spec)
+    def measure(self, recipe: Fp8Recipe, layout: ParallelConfig, sides: Sides, budget: int) -> Figures:
+        """Measure updates on each side in turn; on a tree and its flattened trajectories also their ratios."""
+        packed = {side: _packed(trees, budget) for side, trees in sides.items()}
+        figures = self._measure(recipe, layout, packed)
+        return figures | _gain(figures, packed, self.spec) if "tree" in packed else figures
 
-    def _measure(self, recipe: Fp8Recipe, recompute: Recompute, sides: dict[str, list[TreePack]]) -> Figures:
-        actor = self.actor(recipe, recompute)
-        figures: dict[str, Any] = {"recompute": recompute, "peak_tflops": round(self.peak_flops() / 1e12, 1)}
+    def _measure(self, recipe: Fp8Recipe, layout: ParallelConfig, sides: dict[str, list[TreePack]]) -> Figures:
+        actor = self.actor(recipe, layout)
+        figures: dict[str, Any] = {"recompute": describe(layout), "peak_tflops": round(self.peak_flops() / 1e12, 1)}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for repeat in range(1 + self.repeats):
             for side, packs in sides.items():
@@ -154,20 +161,49 @@ class UpdateBench:
         return figures
 
 
+MEASURED: dict[str, tuple[Fp8Recipe, str, int]] = {
+    "bfloat16 flat 8192": ("none", "flat", 8192),
+    "bfloat16 reasoning": ("none", "reasoning", 8192),
+    "bfloat16 long_prompt": ("none", "long_prompt", 8192),
+    "bfloat16 tau2_like": ("none", "tau2_like", 16384),
+    "blockwise flat 8192": ("blockwise", "flat", 8192),
+    "blockwise reasoning": ("blockwise", "reasoning", 8192),
+    "current flat 8192": ("current", "flat", 8192),
+    "bfloat16 flat 16384": ("none", "flat", 16384),
+    "blockwise flat 16384": ("blockwise", "flat", 16384),
+    "bfloat16 deep_search": ("none", "deep_search", 8192),
+}
+"""FP8 recipe, family of trees (`flat`: one sequence) and tokens of a pack, the most important ones first."""
+
+
 def update_measurements(bench: UpdateBench) -> Measurements:
-    """Return the measurements, the most important ones first."""
-    return {
-        "bfloat16 flat 8192": partial(bench.measure_flat, 8192, "none"),
-        "bfloat16 reasoning": partial(bench.measure_mix, "reasoning", "none", 8192),
-        "bfloat16 long_prompt": partial(bench.measure_mix, "long_prompt", "none", 8192),
-        "bfloat16 tau2_like": partial(bench.measure_mix, "tau2_like", "none", 16384),
-        "blockwise flat 8192": partial(bench.measure_flat, 8192, "blockwise"),
-        "blockwise reasoning": partial(bench.measure_mix, "reasoning", "blockwise", 8192),
-        "current flat 8192": partial(bench.measure_flat, 8192, "current"),
-        "bfloat16 flat 16384": partial(bench.measure_flat, 16384, "none"),
-        "blockwise flat 16384": partial(bench.measure_flat, 16384, "blockwise"),
-        "bfloat16 deep_search, full recomputation": partial(bench.measure_mix, "deep_search", "none", 8192, "full"),
-    }
+    """Return the measurements that fit this machine; name the others, with the reason, on standard error.
+
+    Raises:
+        UserError: none fits.
+    """
+    found: dict[str, Callable[[], Figures]] = {}
+    reasons = []
+    for name, (recipe, mix, budget) in MEASURED.items():
+        sides = trees_of(mix, bench.spec.vocabulary, budget)
+        try:
+            layout = bench.layout(recipe, sides, budget)
+        except UserError as error:
+            reasons.append(f"{name}: not measured: {error}")
+            print(reasons[-1], file=sys.stderr, flush=True)
+            continue
+        found[name] = partial(bench.measure, recipe, layout, sides, budget)
+    if not found:
+        raise UserError(reasons[0])
+    return found
+
+
+def trees_of(mix: str, vocabulary: int, budget: int) -> Sides:
+    """Return a tree of the mix and its flattened trajectories, or for `flat` one sequence of `budget` tokens."""
+    if mix == "flat":
+        return {"flat": [_sequence(budget)]}
+    tree = MIXES[mix].tree(0, vocabulary)
+    return {"tree": [tree], "flat": flattened([tree])}
 
 
 def _sequence(length: int) -> RolloutTree:
