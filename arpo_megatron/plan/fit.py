@@ -50,6 +50,8 @@ class JobEstimate:
     """Paths that an engine decodes at once; 0 without engines."""
     tokens: float
     """Tokens of a step's trees, each counted once."""
+    repeated: float
+    """Share of the tokens that the trainer computes that are repeated ancestors (`train.group_tokens`)."""
     steps: int
     start_seconds: float
     """Seconds from the start of the job to its first step."""
@@ -124,6 +126,7 @@ class JobEstimate:
             "kv_cache_tokens": self.memory.kv_tokens,
             "decode_batch": round(self.decode_batch),
             "tokens_per_step": round(self.tokens),
+            "repeated_share": round(self.repeated, 3),
             "seconds_by_phase": _rounded(self.seconds_by_phase),
             "seconds_by_part": {phase: _rounded(parts) for phase, parts in self.seconds_by_part.items()},
             "imbalance": round(self.imbalance, 3),
@@ -195,6 +198,7 @@ def plan(
         seconds=timing.step_seconds(config, phases),
         decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
+        repeated=1 - work.unique / work.packing(config).computed,
         steps=config.sft.steps if alone else config.train.steps,
         start_seconds=timing.start_seconds(spec, hardware, count, memory.value_bytes(config)),
         imbalance=slowest_rank(config, spec, work, per_update) * config.parallel.data / per_update - 1,

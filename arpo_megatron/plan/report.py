@@ -109,6 +109,7 @@ def _lines(plan: JobEstimate, measured: Mapping[str, float] | None) -> Iterator[
     pool = f"an engine decodes {plan.decode_batch:.0f} paths at a time, its pool holds {needs.kv_tokens:,} tokens"
     last = f"{config.sft.batch} conversations" if config.sft_only else pool
     yield f"{plan.tokens:,.0f} tokens {step}, each once; {last}"
+    yield f"of the tokens that the trainer computes, {plan.repeated:.1%} are repeated ancestors"
     steps = f"{plan.steps} {step.split()[1]}s"
     yield f"{steps}, {plan.gpu_hours:,.0f} GPU-hours with a start-up of {plan.start_seconds:.0f} s, without evaluations"
     if config.parallel.data > 1:

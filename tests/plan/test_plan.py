@@ -391,12 +391,16 @@ def test_plan_command_prints_json_and_fails_if_the_job_does_not_fit() -> None:
     assert (done.returncode, found["fits"], found["parameters"]) == (0, True, 30_532_122_624)
     assert {"weights", "gradients", "optimizer", "activations", "logits"} <= found["memory_per_rank_bytes"].keys()
     assert {"rollout", "logprobs", "update", "push"} <= found["seconds_by_phase"].keys()
+    assert 0 < found["repeated_share"] < 0.2
     assert {"attention", "memory_bound_kernels", "head"} <= found["seconds_by_part"]["update"].keys()
     searched = json.loads(arpo("plan", "sft_7b", "--json").stdout)
     assert searched["tried"] == searched["fit"] + sum(searched["failed"].values()) and len(searched["best"]) == 5
     assert all(reason and count > 0 for reason, count in searched["failed"].items())
     done = arpo("plan", "moe_30b_a3b", "--gpu", "h100-80", "--no-search", "engine.memory_fraction=0.9")
     assert done.returncode == 1 and "does not fit: rollout needs" in done.stdout
+    assert (
+        f"of the tokens that the trainer computes, {found['repeated_share']:.1%} are repeated ancestors" in done.stdout
+    )
 
 
 def test_plan_imports_no_torch(tmp_path: Path) -> None:
