@@ -1,5 +1,6 @@
 """Demands of a job on its cluster, for `arpo submit --dry-run`: ports, steps, files, and bytes per link."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from arpo_megatron.cluster.submission import Submission
@@ -20,8 +21,9 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
     engines, ranks = layout.engines, config.parallel.world_size
     if engines:
         router = _ROUTER if engines > 1 else 0
-        most = max((_services_of(submission, node) for node in range(1, layout.nodes)), default=0)
-        yield f"ports: {_OTHERS + router + _services_of(submission, 0)} on node 0, at most {most} on another"
+        services = _services_by_node(submission)
+        most = max((services[node] for node in range(1, layout.nodes)), default=0)
+        yield f"ports: {_OTHERS + router + services[0]} on node 0, at most {most} on another"
         together = engines + layout.tool_services + 2 + (engines > 1)
         before = "doctor and prepare" if submission.profile.container is None else "image, doctor and prepare"
         yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after {before}"
@@ -33,8 +35,8 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
             yield f"  {item.name:22}{item.size / 1e9:9.2f} GB  {item.link:19}{item.floor_s:8.2f} s"
 
 
-def _services_of(submission: Submission, node: int) -> int:
-    """Return the number of engines and tool services of a node."""
+def _services_by_node(submission: Submission) -> Counter[int]:
+    """Return the number of engines and tool services of each node."""
     layout = submission.layout
-    engines = sum(layout.place(engine)[0] == node for engine in range(layout.engines))
-    return engines + len(range(node, layout.tool_services, layout.nodes))
+    engines = (layout.place(engine)[0] for engine in range(layout.engines))
+    return Counter(engines) + Counter(service % layout.nodes for service in range(layout.tool_services))

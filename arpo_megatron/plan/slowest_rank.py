@@ -64,7 +64,8 @@ def most_work(costs: Sequence[float], ranks: int, *, lockstep: bool) -> float:
         ranks: number of data-parallel ranks.
         lockstep: ranks wait for each other after every tree (experts on several ranks), not only after the last one.
     """
-    shares = [sorted((costs[tree] for tree in share), reverse=True) for share in divide_work(costs, ranks)]
+    busy = min(ranks, len(costs))  # further ranks have no tree
+    shares = [sorted((costs[tree] for tree in share), reverse=True) for share in divide_work(costs, busy)]
     if lockstep:
         return sum(map(max, zip_longest(*shares, fillvalue=0.0)))
     return max(map(sum, shares))

@@ -176,6 +176,15 @@ def test_dry_run_on_64_nodes_shows_ports_steps_files_and_bytes(recipe: str, rank
         assert float(floor) == pytest.approx(float(size) / peaks[link], abs=0.011)
 
 
+@pytest.mark.timeout(60)
+def test_dry_run_on_100000_nodes_ends() -> None:
+    """Its time is linear in the nodes. A count per node of all engines would take hours."""
+    job = resolve_on_nodes("moe_30b_a3b", 100_000, 8)
+    text = dry_run(prepare_submission(job, profile(gpu="h100-80"), nodes=100_000))
+    assert "# node layout: 100000 node(s)" in text
+    assert "on node 0, at most 1 on another\n" in text
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     """Submissions of the commands, recorded instead of sent to Slurm."""
