@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from arpo_megatron.errors import UserError, did_you_mean
+from tools_sandbox.utils.faults import fault_text
 
 
 class ExtensionPoint(StrEnum):
@@ -281,7 +282,7 @@ def make(point: ExtensionPoint, name: str, given: Mapping[str, Any]) -> Any:
         where = f"{point.label} {name}"
         return component(**values)
     except ValueError as error:  # pydantic's ValidationError is one
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = fault_text(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
         raise UserError(f"{where}: {reason}") from None
 
 

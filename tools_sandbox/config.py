@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from tools_sandbox.utils.faults import fault_text
 from tools_sandbox.utils.yaml import NotYamlError, load_yaml
 
 _STRICT = ConfigDict(extra="forbid")
@@ -26,7 +28,15 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Mebibytes = Annotated[int, Field(gt=0, le=1 << 24, strict=True)]
 """A size of up to 16 TiB, which the kernel accepts wherever it takes a size."""
 Flag = Annotated[bool, Field(strict=True)]
-HttpAddress = Annotated[str, Field(pattern=r"^https?://[^/\s]")]
+
+
+def _http_address(text: str) -> str:
+    if not re.match(r"https?://[^/\s]", text):
+        raise ValueError("must be an address such as http://127.0.0.1:8080")
+    return text
+
+
+HttpAddress = Annotated[str, AfterValidator(_http_address)]
 
 
 class ConfigError(ValueError):
@@ -365,7 +375,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     where = ".".join(str(part) for part in problem["loc"]) or "top level"
     if problem["type"] != "unexpected_keyword_argument":
-        return f"{where}: {problem['msg']} (got {str(problem['input'])[:80]!r})"
+        return f"{where}: {fault_text(problem)} (got {str(problem['input'])[:80]!r})"
     known = _known_keys(problem["loc"][:-1])
     near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"

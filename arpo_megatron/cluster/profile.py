@@ -20,16 +20,31 @@ from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.hardware.specs import GB
 from arpo_megatron.plan import GPUS, Hardware
 from arpo_megatron.plan.shares import LINK_SHARE
+from tools_sandbox.utils.faults import fault_text
 from tools_sandbox.utils.yaml import yaml_text
 
 _STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 DIRECTORY = Path(__file__).with_name("profiles").resolve()
 """Directory of the named profiles: slurm/clusters in a clone, package data in an installation."""
 
-Duration = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # YAML reads minutes as a number
-    Field(pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$"),
+
+def _form(pattern: str, what: str) -> BeforeValidator:
+    """Return a check of a text that Slurm would refuse on submission only."""
+
+    def check(value: object) -> object:
+        text = str(value) if type(value) is int else value  # YAML reads minutes and megabytes as numbers
+        if isinstance(text, str) and not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} is not {what}")
+        return text
+
+    return BeforeValidator(check)
+
+
+TimeLimit = Annotated[
+    str, _form(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", "a time limit of Slurm, such as 30, 04:00:00 or 1-12; 0: none")
+]
+Memory = Annotated[
+    str, _form(r"(?i)[0-9]+([KMGT]B?)?", "an amount of memory of Slurm, such as 64000 or 900G; 0: all of a node")
 ]
 
 _REFUSED = {
@@ -69,7 +84,7 @@ class ClusterProfile:
     """Partition; None: the cluster's default."""
     qos: str | None = None
     """Quality of service."""
-    time: Duration = "04:00:00"
+    time: TimeLimit = "04:00:00"
     """Time limit in Slurm's notation. A requeue or the next job of a `--chain` continues a longer run."""
     nodes: Positive | None = None
     """Number of nodes; None: as many as the recipe needs. `--nodes` takes precedence."""
@@ -85,9 +100,9 @@ class ClusterProfile:
     """Further options of every srun of the job (--mpi=none, --network=...)."""
     exclusive: bool = True
     """Allocate whole nodes."""
-    mem: str | None = "0"
+    mem: Memory | None = "0"
     """Memory per node (#SBATCH --mem); "0" is all of it. None: no request."""
-    signal_s: Positive = 300
+    signal_s: Annotated[int, Field(gt=0, le=65535)] = 300
     """Seconds before the time limit at which the job saves and ends. It must be longer than a training step and a
     checkpoint, and shorter than `time`. Slurm's signal may come up to a minute earlier."""
     filesystem_gb_s: PositiveFloat = 2.0
@@ -180,8 +195,12 @@ class ClusterProfile:
         refused = _REFUSED | {self.gpu_request: "set the key gpu_request"}
         if not self.exclusive:
             del refused["exclusive"]  # its values `user` and `mcs` have no key
+        if self.mem is not None:
+            refused |= dict.fromkeys(("mem-per-cpu", "mem-per-gpu"), "it excludes the key mem: set mem: null, too")
         for name in self.sbatch:
             option = name.replace("_", "-")  # nemo-run accepts both
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+                raise ValueError(f"sbatch: {name} is not the long name of a parameter of sbatch, such as constraint")
             meant = [option] if option in refused else [each for each in refused if each.startswith(option)]
             if meant and option not in _NOT_SHORT:
                 raise ValueError(f"sbatch: {name} is not allowed here: {refused[meant[0]]}")
@@ -273,8 +292,9 @@ def check_profile(values: dict[str, Any], where: str) -> ClusterProfile:
         return _PROFILE.validate_python({key: _expanded(value, where) for key, value in values.items()}, strict=False)
     except ValidationError as error:
         fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"]))
-        text = fault["msg"].removeprefix("Value error, ")
+        key, text = ".".join(map(str, fault["loc"])), fault_text(fault)
+        if fault["type"] == "string_type" and isinstance(fault["input"], int | float):
+            text += ": write the value in quotes"
         raise UserError(f"{where}: {f'{key}: ' if key else ''}{text}") from None
 
 

@@ -1,10 +1,11 @@
 """The job as a whole: the sections, and the values derived from several of them."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from arpo_megatron.config import validation
@@ -25,11 +26,17 @@ from arpo_megatron.config.sync import SyncConfig
 from arpo_megatron.config.train import TrainConfig
 
 
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ValueError(f"name={text} must consist of letters, digits, _ . and -")
+    return text
+
+
 @dataclass(frozen=True, config=STRICT)
 class JobConfig:
     """A whole job, as a recipe returns it."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: Annotated[str, AfterValidator(_name)]
     """Name of the recipe; part of the run directory's name."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Seed of everything random; the engine takes 32 bits."""

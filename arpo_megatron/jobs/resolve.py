@@ -21,6 +21,7 @@ from arpo_megatron.errors import UserError, did_you_mean
 from arpo_megatron.jobs.paths import with_absolute_paths
 from arpo_megatron.registry import ExtensionPoint
 from arpo_megatron.rewards import check_reward
+from tools_sandbox.utils.faults import fault_text
 
 Tree = dict[str, Any]
 
@@ -233,6 +234,10 @@ def _values_of(make: Callable[[], JobConfig], recipe: str) -> dict[str, Any]:
         job = make()
     except UserError:
         raise
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join([error.title, *map(str, fault["loc"])])
+        raise UserError(f"{recipe}: {make.__name__}() failed: {place}: {fault_text(fault)}") from error
     except Exception as error:  # the file is the user's: anything can go wrong in it
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{recipe}: {make.__name__}() failed: {reason}") from error
@@ -335,7 +340,7 @@ def _one_line(error: ValidationError) -> str:
     key = ".".join(path)
     if fault["type"] == "unexpected_keyword_argument":
         return f"unknown config key {key}{_key_hint(path)}"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = fault_text(fault)
     if not path or fault["type"] == "value_error":
         return f"invalid config: {message}"
     return f"config key {key}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"

@@ -29,6 +29,7 @@ from arpo_megatron.plan.fit import (
 from arpo_megatron.plan.memory import colocated, job_memory
 from arpo_megatron.plan.recompute import recomputations
 from arpo_megatron.plan.timing import push_seconds
+from tools_sandbox.utils.faults import fault_text
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Candidates for `engine.memory_fraction`; the largest that fits is used."""
@@ -259,7 +260,7 @@ def _candidates(
                     optimizer=replace(config.optimizer, offload=config.sft_only and config.optimizer.offload),
                 )
             except ValidationError as error:
-                yield conflict(error.errors()[0]["msg"].removeprefix("Value error, "))
+                yield conflict(fault_text(error.errors()[0]))
 
 
 def _placed(

@@ -22,10 +22,26 @@ from tests.cluster.stand_in import PLAIN, profile
     ("values", "message"),
     [
         ({"gpus_pernode": 4}, "unknown key gpus_pernode; did you mean gpus_per_node?"),
-        ({"gpus_per_node": -1}, "gpus_per_node: "),
-        ({"time": "tomorrow"}, "time: "),
+        ({"gpus_per_node": -1}, "gpus_per_node: must be at least 0$"),
+        ({"time": "tomorrow"}, "time: 'tomorrow' is not a time limit of Slurm, such as 30, "),
         ({"time": "1:2:3:4"}, "time: "),
         ({"time": ""}, "time: "),
+        ({"mem": "lots"}, "mem: 'lots' is not an amount of memory of Slurm, such as 64000 or 900G"),
+        ({"mem": "1.5G"}, "mem: '1.5G' is not an amount"),
+        ({"signal_s": 70000, "time": "2-0"}, "signal_s: must be at most 65535$"),
+        ({"gpu_request": "all"}, "gpu_request: must be 'gpus-per-node', 'gres' or 'none'$"),
+        ({"sbatch": {"gpus": 8}}, "sbatch.gpus: must be text: write the value in quotes$"),
+        ({"environment": ["A=1"]}, "environment: must be a mapping of keys to values$"),
+        ({"ports": [7000]}, "ports.1: is required$"),
+        (
+            {"sbatch": {"Constraint": "x"}},
+            "sbatch: Constraint is not the long name of a parameter of sbatch, such as con",
+        ),
+        ({"sbatch": {"--constraint": "x"}}, "sbatch: --constraint is not the long name"),
+        (
+            {"sbatch": {"mem-per-cpu": "4G"}},
+            "sbatch: mem-per-cpu is not allowed here: it excludes the key mem: set mem: nu",
+        ),
         ({"time": 5}, "time: 5 leaves nothing before signal_s=300.* raise time or lower signal_s"),
         ({"time": "00:10:00", "signal_s": 600}, "time: 00:10:00 leaves nothing before signal_s=600"),
         ({"ports": [7000, 7010]}, "are fewer than 64"),
@@ -65,7 +81,7 @@ from tests.cluster.stand_in import PLAIN, profile
         ({"sbatch": {"gres": "gpu:1"}, "gpu_request": "gres"}, "sbatch: gres is not allowed here"),
         ({"runs": "relative/runs"}, "runs: 'relative/runs' must begin with / or ~/"),
         ({"runs": ""}, "runs: '.' must begin with / or ~/"),
-        ({"account": ""}, "account: String should have at least 1 character"),
+        ({"account": ""}, "account: must not be empty$"),
         ({"runs": "$NOT_SET_ANYWHERE/runs"}, r"the environment variable \$NOT_SET_ANYWHERE is not set"),
     ],
 )
@@ -115,6 +131,8 @@ def test_profiles_in_the_repository_survive_a_round_trip(monkeypatch: pytest.Mon
         ("1-00:00:00", 86400),
         ("2-12", 216000),
         ("10-0:30", 865800),
+        ("00:75:00", 4500),
+        ("1:00:300", 3900),
     ],
 )
 def test_time_limits_have_slurms_meaning(limit: str, expected: int, tmp_path: Path) -> None:
@@ -122,6 +140,12 @@ def test_time_limits_have_slurms_meaning(limit: str, expected: int, tmp_path: Pa
     (file := tmp_path / "mine.yaml").write_text(f"account: a\nruns: /shared\nsignal_s: 60\ntime: {limit}\n")
     assert load_profile(str(file)).time == limit
     assert seconds(limit) == expected
+
+
+@pytest.mark.parametrize("amount", ["0", 0, 64000, "900G", "900g", "900GB", "2T", "512M", "1048576K"])
+def test_amounts_of_memory_have_slurms_forms(amount: str | int) -> None:
+    """The forms of --mem in sbatch(1), and those that sbatch 22.05 accepts besides."""
+    assert profile(mem=amount).mem == str(amount)
 
 
 def test_profile_with_ssh_has_a_login_node(tmp_path: Path) -> None:
