@@ -26,6 +26,8 @@ block of the mask (`ATTENTION_BLOCK`) must be one such tile."""
 PROTOCOL_TAGS = ("think", "result", "answer")
 """Tags that are not tools."""
 _TAG_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+OF_FILES = ("path", "reader", "split", "columns", "verifier", "search_cache")
+"""Keys of section `data` that only data.kind=files reads. (`max_prompt_tokens` may stay when a recipe has set it.)"""
 
 
 def check_parallel(parallel: "ParallelConfig") -> None:
@@ -214,10 +216,13 @@ def _check_sft(config: "JobConfig") -> None:
 
 def _check_data(config: "JobConfig") -> None:
     data = config.data
+    unread = OF_FILES if data.is_generated else ("tasks",)
+    default = type(data)()
+    if given := [name for name in unread if getattr(data, name) != getattr(default, name)]:
+        fix = "give data.kind=files, too, or remove it" if data.is_generated else f"leave it at {default.tasks}"
+        raise ValueError(f"data.{given[0]} is not read with data.kind={data.kind}: {fix}")
     if data.is_generated:
         check_tasks(config, data.tasks, f"data.tasks={data.tasks}")
-        if data.path is not None:
-            raise ValueError(f"data.path is not read with data.kind={data.kind}: give data.kind=files, too")
         return
     if data.path is None:
         raise ValueError("data.kind=files needs data.path=FILE")

@@ -340,7 +340,8 @@ def test_commands_that_look_at_a_run_import_no_file_that_it_names(arpo: Arpo, tm
     code.write_text(f"open({str(mark)!r}, 'w')\n")
     named = f"{code}:Any"
     config = read(run.config)
-    config = replace(config, reward=replace(config.reward, kind=named), data=replace(config.data, reader=named))
+    data = replace(config.data, kind="files", path=code, reader=named, max_prompt_tokens=9)
+    config = replace(config, reward=replace(config.reward, kind=named), data=data, sft=replace(config.sft, steps=0))
     save_config(replace(config, rollout=replace(config.rollout, protocol=named)), run.config)
     (run.checkpoints / f"step_{STEPS}").mkdir(parents=True)
     for command in ("status", "health", "logs", "trees", "view", "compare", "export"):

@@ -42,7 +42,7 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["trian.steps=3"], "did you mean train?"),
         (["train.step=3"], "did you mean train.steps?"),
         (["zzz=1"], "keys: name, seed"),
-        (["algorithm.group_size=many"], "algorithm.group_size: input should be a valid integer"),
+        (["algorithm.group_size=many"], "algorithm.group_size: must be a whole number"),
         (["optimizer.lr=-1"], "greater than 0, not -1"),
         (["algorithm.router_replay=rollout"], "needs a model with experts at model.path"),
         (
@@ -53,14 +53,15 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["parallel.sequence=true"], "needs parallel.tensor > 1"),
         (["parallel.tensor=5"], "not a multiple of parallel.tensor=5"),
         (["algorithm.minibatches=99"], "exceeds train.tasks_per_step"),
-        (["algorithm=3"], "algorithm"),
-        (["data.path={a.jsonl: -1}"], "data.path.a.jsonl: input should be greater than 0, not -1"),
-        (["train.steps=true"], "train.steps: input should be a valid integer"),
-        (['train.steps="20"'], "train.steps: input should be a valid integer"),
-        (["train.steps=2026-11-21"], "train.steps: input should be a valid integer"),
-        (["parallel.sequence=yes"], "parallel.sequence: input should be a valid boolean"),
-        (["reward.format_penalty=.nan"], "reward.format_penalty: input should be a finite number"),
-        (["optimizer.beta2=1.0"], "optimizer.beta2: input should be less than 1"),
+        (["algorithm=3"], "config key algorithm: must be a mapping of keys to values, not 3"),
+        (["data.path={a.jsonl: -1}"], "data.path.a.jsonl: must be greater than 0, not -1"),
+        (["data.kind=questions"], "config key data.kind: must be 'generated', 'trails', "),
+        (["train.steps=true"], "train.steps: must be a whole number"),
+        (['train.steps="20"'], "train.steps: must be a whole number"),
+        (["train.steps=2026-11-21"], "train.steps: must be a whole number"),
+        (["parallel.sequence=yes"], "parallel.sequence: must be true or false"),
+        (["reward.format_penalty=.nan"], "reward.format_penalty: must be a finite number"),
+        (["optimizer.beta2=1.0"], "optimizer.beta2: must be less than 1"),
         (["train.tasks_per_step=3000"], "train.tasks_per_step=3000 exceeds data.tasks"),
         (
             ["rollout.max_staleness=1", "algorithm.loss=minirl", "train.tasks_per_step=4", "data.tasks=7"],
@@ -74,10 +75,19 @@ def test_overrides_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path
         (["engine.max_total_tokens=10"], "cannot hold one model.max_length"),
         (["data.kind=files"], "data.path"),
         (["data.path=x.parquet"], "data.path is not read with data.kind=generated"),
-        (["seed=99999999999999999999"], "seed: input should be less than 4294967296"),
-        (["name=../../etc"], "name: string should match pattern"),
-        (["optimizer.lr=.inf"], "optimizer.lr: input should be a finite number"),
-        (["model.max_length=10"], "model.max_length: input should be greater than or equal to 64"),
+        (
+            ["data.reader=./mine.py:Rows"],
+            "data.reader is not read with data.kind=generated: give data.kind=files, too, or remove it",
+        ),
+        (["data.kind=trails", "data.verifier=math"], "data.verifier is not read with data.kind=trails"),
+        (
+            ["data.kind=files", "data.path=x", "data.max_prompt_tokens=99", "sft.steps=0", "data.tasks=50"],
+            "data.tasks is not read with data.kind=files: leave it at 2000",
+        ),
+        (["seed=99999999999999999999"], "seed: must be less than 4294967296"),
+        (["name=../../etc"], "name=../../etc must consist of letters"),
+        (["optimizer.lr=.inf"], "optimizer.lr: must be a finite number"),
+        (["model.max_length=10"], "model.max_length: must be at least 64"),
         (["model.hidden_size=4"], "rotary positions need an even quotient"),
         (
             ["model.fp8=current", "model.dtype=float32"],
@@ -273,9 +283,10 @@ def test_config_file_may_use_yaml_anchors(tmp_path: Path) -> None:
 
 def test_input_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [f"{key}={key}" for key in PATHS]
+    keys = [*PATHS, "data.path"]
+    given = [*(f"{key}={key}" for key in keys), "data.kind=files", "data.max_prompt_tokens=99"]
     config = resolve.resolve("quickstart", overrides=[*given, "sync.transport=disk"])
-    assert paths_of(config) == {key: tmp_path / key for key in PATHS}
+    assert paths_of(config) == {key: tmp_path / key for key in keys}
 
 
 def with_path(owner: Any = JobConfig, prefix: str = "") -> Iterator[str]:
