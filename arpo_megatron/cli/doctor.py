@@ -15,7 +15,15 @@ from arpo_megatron.jobs.run_directory import RUNS, RunDirectory
 from arpo_megatron.launch.preflight.allreduce import check_local_all_reduce
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, run_checks, show, warning
 from arpo_megatron.launch.preflight.exposure import check_exposure
-from arpo_megatron.launch.preflight.machine import PORTS, Check, check_clock, check_python, job_checks, machine_checks
+from arpo_megatron.launch.preflight.machine import (
+    PORTS,
+    Check,
+    check_clock,
+    check_python,
+    check_runs,
+    job_checks,
+    machine_checks,
+)
 from arpo_megatron.launch.tool_check import check_tools_of
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.utils.ports import free_ports
@@ -40,7 +48,7 @@ def examine(config: JobConfig | None, profile: ClusterProfile | None) -> bool:
     else:  # a login node has neither GPUs nor the packages of the job's processes
         runs = profile.runs.expanduser()
         checks += [("python", check_python), *cluster_checks(profile)]
-    checks.append(("clock", lambda: check_clock(runs)))
+    checks += [("runs", lambda: check_runs(runs)), ("clock", lambda: check_clock(runs))]
     if config is not None:
         run = RunDirectory(choose_run.next_path(config, runs))
         checks += job_checks(config, run, profile.secrets if profile else {})

@@ -5,34 +5,52 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from arpo_megatron.cluster import slurm
 from arpo_megatron.cluster.profile import ClusterProfile
 from arpo_megatron.launch.preflight.check import CheckResult, failure, ok, warning
-from arpo_megatron.launch.preflight.machine import Check, existing
+from arpo_megatron.launch.preflight.machine import Check
 
 _UNLIMITED = ("UNLIMITED", "INFINITE", "infinite")
+_Check = Callable[[ClusterProfile], CheckResult]
 
 
 def cluster_checks(profile: ClusterProfile) -> list[Check]:
-    """Return the checks in order. The later ones need an answer from Slurm."""
-    checks: list[tuple[str, Callable[[ClusterProfile], CheckResult]]] = [
-        ("slurm", check_slurm),
-        ("partition", check_partition),
-        ("account", check_account),
-        ("qos", check_qos),
-        ("limits", check_limits),
-        ("gres", check_gres),
-        ("preemption", check_preemption),
-        ("runs", check_runs),
-        ("image", check_image),
-        ("mounts", check_mounts),
-        ("job python", check_job_python),
-        ("secrets", check_secrets),
+    """Return the checks in order. Those that need an answer from Slurm are not made if it gives none to the first."""
+    of_slurm: dict[str, _Check] = {
+        "partition": check_partition,
+        "account": check_account,
+        "qos": check_qos,
+        "limits": check_limits,
+        "gres": check_gres,
+        "preemption": check_preemption,
+    }
+    of_files: dict[str, _Check] = {
+        "image": check_image,
+        "mounts": check_mounts,
+        "job python": check_job_python,
+        "secrets": check_secrets,
+    }
+    answers = list[CheckResult]()
+
+    def ask_slurm() -> CheckResult:
+        answers.append(check_slurm(profile))
+        return answers[0]
+
+    def ask(name: str, check: _Check) -> CheckResult:
+        if not answers or answers[0].level != "ok":
+            return warning(name, "not checked, since Slurm does not answer", "fix what the check `slurm` reports")
+        return check(profile)
+
+    return [
+        ("nemo-run", check_nemo_run),
+        ("slurm", ask_slurm),
+        *((name, partial(ask, name, check)) for name, check in of_slurm.items()),
+        *((name, partial(check, profile)) for name, check in of_files.items()),
     ]
-    return [("nemo-run", check_nemo_run), *((name, lambda check=check: check(profile)) for name, check in checks)]
 
 
 def check_nemo_run() -> CheckResult:
@@ -46,9 +64,12 @@ def check_slurm(profile: ClusterProfile) -> CheckResult:
     """Check that Slurm's commands are installed and that its controller answers."""
     if missing := [name for name in ("sbatch", "srun", "scontrol", "squeue", "scancel") if shutil.which(name) is None]:
         return failure("slurm", f"{missing[0]} is not on the PATH", "run this on a login node of the cluster")
-    return ok(
-        "slurm", slurm.call("sbatch", "--version").strip() + f", {slurm.call('scontrol', 'ping').splitlines()[0]}"
-    )
+    # It fails if one of several controllers is down. Without a result, the second call raises its error.
+    pinged = (slurm.call("scontrol", "ping", check=False) or slurm.call("scontrol", "ping")).splitlines()
+    if not (up := [line for line in pinged if re.search(r"\bUP\b", line)]):
+        text = f"no controller answers: {pinged[0]}"
+        return failure("slurm", text, "wait until it does, or ask the administrators of the cluster")
+    return ok("slurm", f"{slurm.call('sbatch', '--version').strip()}, {up[0]}")
 
 
 def check_partition(profile: ClusterProfile) -> CheckResult:
@@ -227,15 +248,6 @@ def check_preemption(profile: ClusterProfile) -> CheckResult:
         return ok("preemption", f"{mode}, with a warning {grace_s} s before the end ({signal}): the trainer saves")
     fix = "keep train.save_every small, or ask for a longer GraceTime (and PreemptParameters=send_user_signal)"
     return warning("preemption", f"{mode} {text}", fix)
-
-
-def check_runs(profile: ClusterProfile) -> CheckResult:
-    """Check that run directories can be created."""
-    place = profile.runs.expanduser().absolute()
-    there = existing(place)
-    if not os.access(there, os.W_OK):
-        return failure("runs", f"{there} is not writable", "set `runs` to a writable directory that all nodes share")
-    return ok("runs", str(place))
 
 
 def check_secrets(profile: ClusterProfile) -> CheckResult:

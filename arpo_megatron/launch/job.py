@@ -22,7 +22,7 @@ from arpo_megatron.launch.preflight.machine import check_pins
 from arpo_megatron.launch.services import Job, run_trainer, running_services
 from arpo_megatron.launch.silent_directory import report_silence
 from arpo_megatron.launch.supervisor import Supervisor
-from arpo_megatron.launch.tool_check import check_isolation, check_tools
+from arpo_megatron.launch.tool_check import check_tools, require_isolation
 from arpo_megatron.launch.webhook import news_of, webhook_url
 from arpo_megatron.monitor.events import EventLog
 from arpo_megatron.monitor.progress import Progress
@@ -110,7 +110,7 @@ def run_with_restarts(job: Job, phases: Callable[[Job], None], restarts: int) ->
 
 def run_job_phases(job: Job) -> None:
     """Prepare, run the cold start if the recipe has one, and train. Phases that are done are not repeated."""
-    for line in check_isolation(job.config):
+    for line in require_isolation(job.config):
         job.progress.note(line)
     _prepare(job)
     run_training_phases(job)

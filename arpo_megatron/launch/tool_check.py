@@ -20,12 +20,12 @@ from arpo_megatron.jobs.inputs import JobData, write_tool_files
 from arpo_megatron.jobs.prompts import save_definitions
 from arpo_megatron.jobs.run_directory import RunDirectory
 from arpo_megatron.jobs.tool_file import mcp_servers
+from arpo_megatron.launch.preflight.machine import check_isolation
 from arpo_megatron.tasks.environments.verifiers.process import VerifiersError, check_loads
 from arpo_megatron.tasks.protocols.tools import DEFAULT_NAMES, DEFAULT_TOOLS, PYTHON, select_tools
 from arpo_megatron.tasks.synthetic.families import FAMILIES
 from arpo_megatron.utils.processes import bind_to_parent, stop_groups
 from arpo_megatron.utils.signals import run_in_loop
-from tools_sandbox import check
 from tools_sandbox.client import AsyncSandboxClient, SandboxDenied, SandboxError, ToolAnswer
 from tools_sandbox.config import TOKEN_VARIABLE
 from tools_sandbox.utils.yaml import yaml_text
@@ -36,27 +36,19 @@ _START_S = 120.0
 """Seconds that the service, or a verifiers environment, may take until it is ready."""
 
 
-def check_isolation(config: JobConfig) -> list[str]:
-    """Start a Python worker, and compare its isolation with `sandbox.isolation`.
-
-    Returns:
-        A note for the user if calls are isolated less than at level `contained`.
+def require_isolation(config: JobConfig) -> list[str]:
+    """Return a note for the user if this machine isolates python calls less than at level `contained`.
 
     Raises:
         UserError: the isolation is weaker than the job accepts.
     """
-    wanted = config.sandbox.isolation
     if config.sandbox.urls:  # no tool runs on this machine
         return []
-    reached = check.check_isolation(wanted)
-    if not reached.sufficient:
-        raise UserError(
-            f"sandbox.isolation={wanted}, but this machine reaches {reached.level} ({reached.missing}): ask for user "
-            f"namespaces, or set sandbox.isolation={reached.level} if you trust the code (docs/guides/security.md)"
-        )
-    if not reached.warning:
-        return []
-    return [f"python calls are isolated at level {reached.level} only: {reached.warning} (docs/guides/security.md)"]
+    found = check_isolation(config)
+    text = f"{found.text}: {found.fix}"
+    if found.level == "failure":
+        raise UserError(text)
+    return [text] if found.level == "warning" else []
 
 
 def check_tools_of(config: JobConfig, resumed: RunDirectory | None = None) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from arpo_megatron.cli.doctor import examine
 from arpo_megatron.cluster.profile import ClusterProfile, check_profile
-from arpo_megatron.cluster.slurm_checks import check_gres, check_partition, check_preemption
+from arpo_megatron.cluster.slurm_checks import check_gres, check_partition, check_preemption, cluster_checks
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.version import SGLANG_VERSION
 from arpo_megatron.errors import UserError
@@ -25,6 +25,7 @@ from arpo_megatron.launch.preflight.machine import (
     check_isolation,
     check_model_files,
     check_packages,
+    check_runs,
     check_wandb,
     machine_checks,
 )
@@ -201,6 +202,31 @@ def test_clock_check_compares_with_the_filesystem(monkeypatch: pytest.MonkeyPatc
     assert found.level == "failure" and "s from the clock of the filesystem" in found.text
 
 
+def test_directory_that_cannot_be_written_is_one_failure_with_its_name(tmp_path: Path) -> None:
+    """The parent is a file, so that the test holds for root, too."""
+    (file := tmp_path / "file").touch()
+    found = check_runs(file / "runs")
+    assert (found.name, found.level) == ("runs", "failure") and f"{file} is not writable (Not a dir" in found.text
+    clock = check_clock(file / "runs")
+    assert clock.level == "warning" and f"not checked, since {file} is not writable" in clock.text
+    assert check_runs(tmp_path / "new" / "runs") == ok("runs", str(tmp_path / "new" / "runs"))
+
+
+def test_controller_that_is_down_is_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str, check: bool = True, ignore: str | None = None) -> str:
+        if words == ("scontrol", "ping"):
+            return "Slurmctld(primary) at n1 is DOWN\n*****\n** RESTORE SLURMCTLD DAEMON TO SERVICE **\n"
+        raise UserError("unable to contact slurm controller")
+
+    monkeypatch.setattr("arpo_megatron.cluster.slurm.call", call)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    found = run_checks(cluster_checks(profile(qos="high")))
+    (failed,) = [item for item in found if item.level == "failure"]
+    assert failed.name == "slurm" and failed.text == "no controller answers: Slurmctld(primary) at n1 is DOWN"
+    unchecked = [item.name for item in found if item.text == "not checked, since Slurm does not answer"]
+    assert unchecked == ["partition", "account", "qos", "limits", "gres", "preemption"]
+
+
 def test_missing_package_of_a_recipe_is_a_failure() -> None:
     assert check_packages(job("engine.router=sglang"), False).level == "ok"
     found = check_packages(job(), True)
@@ -231,7 +257,7 @@ def test_isolation_check_runs_isolated_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert reached.level == "ok" and "sandbox.isolation=limits" in reached.text
     monkeypatch.setattr("tools_sandbox.python_tool.walls.Walls.level", lambda walls: Level.LIMITS)  # an old kernel
     found = check_isolation(job())
-    assert found.level == "failure" and "level limits, sandbox.isolation wants process" in found.text
+    assert found.level == "failure" and "sandbox.isolation=process, but this machine reaches limits" in found.text
     weak = check_isolation(job("sandbox.isolation=limits"))
     assert weak.level == "warning" and "everything that the service's user can" in weak.text
 
@@ -317,6 +343,6 @@ def test_doctor_passes_for_the_quickstart_on_this_machine(capsys: pytest.Capture
     assert examine(job("platform=cpu"), None)
     lines = capsys.readouterr().out.splitlines()
     output = {line.split()[1] for line in lines if line.startswith("ok ")}
-    assert {"python", "pins", "packages", "sandbox", "ports", "network", "exposure", "clock"} <= output
+    assert {"python", "pins", "packages", "sandbox", "ports", "network", "exposure", "runs", "clock"} <= output
     assert {"model", "disk", "wandb", "tools", "recipe"} <= output
     assert not show([failure("x", "y", "z")])

@@ -181,9 +181,9 @@ CHECK = """
 import sys
 from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
-from arpo_megatron.launch.tool_check import check_isolation
+from arpo_megatron.launch.tool_check import require_isolation
 try:
-    print(*check_isolation(resolve.resolve("quickstart", overrides=sys.argv[1:])))
+    print(*require_isolation(resolve.resolve("quickstart", overrides=sys.argv[1:])))
 except UserError as error:
     print("refused:", error)
 """

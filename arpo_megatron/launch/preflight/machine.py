@@ -34,6 +34,7 @@ PORTS = 32
 """Free ports that a machine offers to its services."""
 CLOCK_SKEW_S = 5.0
 """Largest difference of clocks. Beyond it logs, deadlines and wandb's curves are wrong."""
+_OTHER_RUNS = "choose a writable directory for runs, on a cluster one that all nodes share"
 
 Check = tuple[str, Callable[[], CheckResult]]
 
@@ -174,12 +175,14 @@ def check_isolation(config: JobConfig | None) -> CheckResult:
     wanted = (config.sandbox if config is not None else SandboxConfig()).isolation
     reached = check.check_isolation(wanted)
     if not reached.sufficient:
-        text = f"level {reached.level}, sandbox.isolation wants {wanted}: {reached.missing}"
-        return failure("sandbox", text, "ask for user namespaces, or lower sandbox.isolation (docs/guides/security.md)")
-    text = f"level {reached.level}, sandbox.isolation={wanted}"
+        text = f"sandbox.isolation={wanted}, but this machine reaches {reached.level} ({reached.missing})"
+        fix = f"ask for user namespaces, or set sandbox.isolation={reached.level} if you trust the code"
+        return failure("sandbox", text, f"{fix} (docs/guides/security.md)")
+    text = f"python calls are isolated at level {reached.level}"
     if reached.warning:
-        return warning("sandbox", f"{text}: {reached.warning}", "ask for user namespaces (docs/guides/security.md)")
-    return ok("sandbox", text)
+        fix = "ask for user namespaces (docs/guides/security.md)"
+        return warning("sandbox", f"{text} only: {reached.warning}", fix)
+    return ok("sandbox", f"{text}, sandbox.isolation={wanted}")
 
 
 def check_model_files(config: JobConfig) -> CheckResult:
@@ -253,17 +256,32 @@ def _checkpoints(config: JobConfig, run: RunDirectory) -> tuple[int, int]:
     return count, sum(file.stat().st_size for path in (*sft, *own) for file in path.rglob("*") if file.is_file())
 
 
+def check_runs(directory: Path) -> CheckResult:
+    """Check that run directories can be created: this process can write to the directory or its nearest parent."""
+    there = existing(directory)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ok("runs", str(directory.absolute()))
+    except OSError as error:
+        return failure("runs", f"{there} is not writable ({error.strerror})", _OTHER_RUNS)
+
+
 def check_clock(directory: Path) -> CheckResult:
     """Compare this machine's clock with that of the filesystem of the run directories."""
-    with tempfile.TemporaryFile(dir=existing(directory)) as file:
-        skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
-    text = f"{skew:.2f} s from the clock of the filesystem at {existing(directory)}"
+    there = existing(directory)
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
+    except OSError:
+        return warning("clock", f"not checked, since {there} is not writable", _OTHER_RUNS)
+    text = f"{skew:.2f} s from the clock of the filesystem at {there}"
     return ok("clock", text) if skew < CLOCK_SKEW_S else failure("clock", text, "synchronize the clocks (chrony, ntp)")
 
 
 def existing(directory: Path) -> Path:
-    """Return the directory, or its nearest parent that exists."""
-    return next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    """Return the directory, or its nearest parent that exists and can be read."""
+    above = (directory, *directory.absolute().parents)
+    return next(path for path in above if os.path.exists(path))  # noqa: PTH110  (Path.exists may raise PermissionError)
 
 
 def check_wandb(config: JobConfig, secrets: Mapping[str, str]) -> CheckResult:
