@@ -82,8 +82,11 @@ class EngineParameters:
         self._parts = {name: boxes for name, boxes in parts.items() if boxes}
         # Without a copy, the rank does not hold the tensor.
         computed = {name for name in copies if copies[name] and name not in self._parts}
-        self._computed = [[name for name in names if name in computed] for names in together]
-        """Tensors that the loader computes with, by parameter."""
+        self._computed: dict[str, list[str]] = {}
+        """Tensors that the loader computes with: for each one, those of its parameter."""
+        for names in together:
+            mine = [name for name in names if name in computed]
+            self._computed |= dict.fromkeys(mine, mine)
         self._whole: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 
@@ -123,7 +126,7 @@ class EngineParameters:
     def begin(self) -> None:
         """Begin a push: nothing has arrived."""
         self._whole = {}
-        self._missing = {name: size(self.types[name].whole) for names in self._computed for name in names}
+        self._missing = {name: size(self.types[name].whole) for name in self._computed}
 
     def contiguous(self, pieces: Sequence[BoxPart], device: torch.device) -> Tensor | None:
         """Return the place of a message's only piece if its bytes can be received right there; None otherwise."""
@@ -139,9 +142,9 @@ class EngineParameters:
                 self._place(piece).copy_(received)
             if piece.name in self._missing:
                 self._missing[piece.name] -= size(piece.box)
-        for names in self._computed:
-            if names and names[0] in self._whole and not any(self._missing[name] for name in names):
-                self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
+                names = self._computed[piece.name]
+                if not any(self._missing[name] for name in names):
+                    self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
 
     def end(self) -> None:
         """End a push. Raises ValueError: a tensor that the loader computes with has not arrived whole."""
@@ -151,8 +154,7 @@ class EngineParameters:
     def _held(self) -> Iterator[tuple[str, Box]]:
         for name, parts in self._parts.items():
             yield from ((name, box) for box, _ in parts)
-        for names in self._computed:
-            yield from ((name, self.types[name].whole) for name in names)
+        yield from ((name, self.types[name].whole) for name in self._computed)
 
     def _place(self, piece: BoxPart) -> Tensor:
         if piece.name in self._parts:

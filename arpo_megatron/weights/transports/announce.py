@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,14 +21,15 @@ def send_plan(requests: EngineAdmin, exchange: Exchange) -> None:
     Raises:
         WeightPushError: a rank refuses, because the pieces are not exactly what it holds.
     """
-    plans = []
-    for engine in range(len(exchange.engines)):
-        ranks = []
-        for receiver in exchange.ranks_of(engine):
-            rounds = [[message for message in turn if message.receiver == receiver] for turn in exchange.rounds]
-            ranks.append([[message.as_json() for message in turn] for turn in rounds if turn])
-        plans.append(ranks)
-    requests.send_to_ranks(PLAN_ACTION, plans)
+    plans: list[list[Any]] = [[] for _ in exchange.bucket_holders]
+    for turn in exchange.rounds:
+        arriving: dict[int, list[Any]] = defaultdict(list)
+        for message in turn:
+            arriving[message.receiver].append(message.as_json())
+        for receiver, messages in arriving.items():
+            plans[receiver].append(messages)
+    engines = range(len(exchange.engines))
+    requests.send_to_ranks(PLAN_ACTION, [[plans[rank] for rank in exchange.ranks_of(engine)] for engine in engines])
 
 
 def join(requests: EngineAdmin, exchange: Exchange, links: Sequence[Mapping[str, Any]]) -> None:
