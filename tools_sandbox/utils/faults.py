@@ -1,6 +1,7 @@
 """Faults that pydantic found in a value, in the words of someone who writes a config."""
 
-from pydantic_core import ErrorDetails
+from collections.abc import Mapping
+from typing import Any
 
 _TEXTS = {
     "missing": "is required",
@@ -26,8 +27,11 @@ _TEXTS = {
 """Text for a fault by pydantic's name for it, with values of its context."""
 
 
-def fault_text(fault: ErrorDetails) -> str:
-    """Return what is wrong with a value, to follow the name of its key; of a check of ours, the check's own text."""
+def fault_text(fault: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value, to follow the name of its key; of a check of ours, the check's own text.
+
+    fault: one of pydantic's `ValidationError.errors()`.
+    """
     if (text := _TEXTS.get(fault["type"])) is None:
         return fault["msg"].removeprefix("Value error, ")
     context = fault.get("ctx", {})
