@@ -33,7 +33,7 @@ def fault_text(fault: Mapping[str, Any]) -> str:
     fault: one of pydantic's `ValidationError.errors()`.
     """
     if (text := _TEXTS.get(fault["type"])) is None:
-        return fault["msg"].removeprefix("Value error, ")
+        return str(fault["msg"]).removeprefix("Value error, ")
     context = fault.get("ctx", {})
     whole = {name: int(value) for name, value in context.items() if isinstance(value, float) and value.is_integer()}
     return text.format(**{**context, **whole})
