@@ -8,6 +8,8 @@ from pathlib import Path
 from arpo_megatron.engine.growing_trees import PRIORITIES
 from arpo_megatron.errors import UserError, did_you_mean
 
+_ONE_NODE = "an engine runs on one node"
+_EXPERTS = "a weight push expects each expert once, where engine.expert puts it"
 _NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
 REFUSED: Mapping[str, str] = {
     "speculative": "entropies are measured for one token of a request at a time",
@@ -18,6 +20,17 @@ REFUSED: Mapping[str, str] = {
     "skip_tokenizer_init": "stop strings are searched in text",
     "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
     "stream_interval": "each request sets its own",
+    "tokenizer_worker_num": "its processes would serve without the check of tokens and without the gate of a push",
+    "dp_size": "a tree would lose its cache between replicas; set engine.replicas",
+    "enable_dp_": "a tree would lose its cache between replicas; set engine.replicas",
+    "nnodes": _ONE_NODE,
+    "node_rank": _ONE_NODE,
+    "dist_init_addr": _ONE_NODE,
+    "json_model_override_args": "trainer and engine read one config of the model",
+    "cpu_offload_gb": "a weight push writes to parameters on the device",
+    "enable_eplb": _EXPERTS,
+    "ep_num_redundant_experts": _EXPERTS,
+    "init_expert_location": _EXPERTS,
     "enable_symm_mem": _NCCL,
     "enable_nccl_nvls": _NCCL,
     "dcp_size": _NCCL,
@@ -26,6 +39,7 @@ REFUSED: Mapping[str, str] = {
 OWN_KEYS: Mapping[str, str] = {
     "tp_size": "engine.tensor",
     "tensor_parallel_size": "engine.tensor",
+    "ep_size": "engine.expert",
     "max_running_requests": "engine.max_running_requests",
     "max_total_tokens": "engine.max_total_tokens",
     "mem_fraction_static": "engine.memory_fraction",

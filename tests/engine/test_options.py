@@ -14,7 +14,7 @@ def test_options_become_arguments() -> None:
         "enable-hierarchical-cache": None,
         "chunked-prefill-size": 4096,
     }
-    assert {"ep_size", "nnodes", "dist_init_addr"} <= known_options()
+    assert {"ep_size", "nnodes", "tokenizer_worker_num", "cpu_offload_gb"} <= known_options()
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,13 @@ def test_options_become_arguments() -> None:
         ("page_size", "trajectories fork at any token"),
         ("enable-symm-mem", "is not possible: SGLang would change NCCL's settings in the engine only"),
         ("enable_nccl_nvls", "is not possible: SGLang would change NCCL's settings in the engine only"),
+        ("tokenizer_worker_num", "is not possible: its processes would serve without the check of tokens"),
+        ("dp-size", "set engine.replicas"),
+        ("enable_dp_attention", "set engine.replicas"),
+        ("nnodes", "is not possible: an engine runs on one node"),
+        ("json_model_override_args", "trainer and engine read one config of the model"),
+        ("enable_eplb", "a weight push expects each expert once"),
+        ("ep_size", "set engine.expert instead"),
         ("tp_size", "set engine.tensor instead"),
         ("enable_fp32_lm_head", "set model.fp32_head instead"),
         ("port", "the launcher sets it"),
