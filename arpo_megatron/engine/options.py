@@ -9,6 +9,9 @@ from arpo_megatron.engine.growing_trees import PRIORITIES
 from arpo_megatron.errors import UserError, did_you_mean
 
 _ONE_NODE = "an engine runs on one node"
+_SERVER = "the clients reach one HTTP server, which checks the token and holds the gate of a push"
+_SHARDS = "a weight push knows tensor and expert parallelism only"
+_WEIGHTS = "a weight push writes to parameters on the device"
 _EXPERTS = "a weight push expects each expert once, where engine.expert puts it"
 _NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
 REFUSED: Mapping[str, str] = {
@@ -27,7 +30,9 @@ REFUSED: Mapping[str, str] = {
     "node_rank": _ONE_NODE,
     "dist_init_addr": _ONE_NODE,
     "json_model_override_args": "trainer and engine read one config of the model",
-    "cpu_offload_gb": "a weight push writes to parameters on the device",
+    **dict.fromkeys(("cpu_offload_gb", "offload_", "custom_weight_loader"), _WEIGHTS),
+    **dict.fromkeys(("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key"), _SERVER),
+    **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join"), _SHARDS),
     "enable_eplb": _EXPERTS,
     "ep_num_redundant_experts": _EXPERTS,
     "init_expert_location": _EXPERTS,
