@@ -41,7 +41,7 @@ def push_and_spy(root: Path) -> None:
     requests: Any = SimpleNamespace(
         resume_memory=spy("resume"), begin_push=spy("begin", ()), commit_push=spy("commit"), close=lambda: None
     )
-    sync = WeightSync(control, requests, chunks, spec, PushSettings(colocated=True))
+    sync = WeightSync(control, requests, chunks, spec, PushSettings(colocated=True, verify_every=3))
     transport = SimpleNamespace(send=lambda: spy("send")() or 1, close=lambda: None, largest_buffer=0)
     sync._connect = lambda _: setattr(sync, "_transport", transport)  # type: ignore[method-assign, func-returns-value]
     for version in (1, 2):
