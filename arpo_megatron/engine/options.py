@@ -8,6 +8,7 @@ from pathlib import Path
 from arpo_megatron.engine.growing_trees import PRIORITIES
 from arpo_megatron.errors import UserError, did_you_mean
 
+_REPLICAS = "a tree would lose its cache between replicas; set engine.replicas"
 _ONE_NODE = "an engine runs on one node"
 _SERVER = "the clients reach one HTTP server, which checks the token and holds the gate of a push"
 _SHARDS = "a weight push knows tensor and expert parallelism only"
@@ -24,21 +25,14 @@ REFUSED: Mapping[str, str] = {
     "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
     "stream_interval": "each request sets its own",
     "tokenizer_worker_num": "its processes would serve without the check of tokens and without the gate of a push",
-    "dp_size": "a tree would lose its cache between replicas; set engine.replicas",
-    "enable_dp_": "a tree would lose its cache between replicas; set engine.replicas",
-    "nnodes": _ONE_NODE,
-    "node_rank": _ONE_NODE,
-    "dist_init_addr": _ONE_NODE,
+    **dict.fromkeys(("dp_size", "enable_dp_"), _REPLICAS),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), _ONE_NODE),
     "json_model_override_args": "trainer and engine read one config of the model",
     **dict.fromkeys(("cpu_offload_gb", "offload_", "custom_weight_loader"), _WEIGHTS),
     **dict.fromkeys(("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key"), _SERVER),
     **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join"), _SHARDS),
-    "enable_eplb": _EXPERTS,
-    "ep_num_redundant_experts": _EXPERTS,
-    "init_expert_location": _EXPERTS,
-    "enable_symm_mem": _NCCL,
-    "enable_nccl_nvls": _NCCL,
-    "dcp_size": _NCCL,
+    **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "init_expert_location"), _EXPERTS),
+    **dict.fromkeys(("enable_symm_mem", "enable_nccl_nvls", "dcp_size"), _NCCL),
 }
 """Start of an option's name -> why the project's additions to the engine cannot serve it."""
 OWN_KEYS: Mapping[str, str] = {

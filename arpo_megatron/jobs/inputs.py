@@ -21,7 +21,7 @@ from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.jobs.fingerprint import check_started_with
 from arpo_megatron.jobs.run_directory import RunDirectory, start_model
 from arpo_megatron.jobs.tool_file import read_tool_file, write_tool_config
-from arpo_megatron.models.known import check_is_known, load_spec
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.rewards import make_reward
 from arpo_megatron.tasks.base import Task
@@ -151,8 +151,7 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
     if path is not None:
         if not (path / "config.json").is_file():
             raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing){_hub_hint(path)}")
-        spec = ModelSpec.from_hf(path)
-        check_is_known(spec, hub_id, path)
+        spec = load_spec(config.model)
         spec.check_divisible(config.parallel)
         spec.check_fp8(config.model, config.parallel)
         spec.check_attention(config.model)
