@@ -40,6 +40,8 @@ class RecipeLayout:
     """Number of layers of each chunk that `full` computes again; None: all."""
     token_budget: int = 16384
     """Tokens per pack."""
+    group_tokens: int | None = None
+    """Tokens per group of a cut tree in a pipeline or with experts on several ranks; None: whole trees."""
     engine: int = 1
     """GPUs per engine."""
     engines: int = 0
@@ -65,7 +67,7 @@ class RecipeLayout:
             "parallel.recompute_layers": self.layers,
             "parallel.recompute_modules": _MODULES if isinstance(self.recompute, str) else self.recompute,
             "train.token_budget": self.token_budget,
-            "train.group_tokens": self.token_budget if self.pipeline > 1 or self.expert > 1 else None,
+            "train.group_tokens": self.group_tokens,
             "engine.tensor": self.engine,
             "engine.replicas": self.engines or self._ranks // self.engine,
             "engine.memory_fraction": self.memory_fraction,

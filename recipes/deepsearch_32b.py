@@ -22,6 +22,7 @@ LAYOUTS = {
         pipeline=2,
         layers=13,
         token_budget=8192,
+        group_tokens=8192,
         engine=8,
         engines=2,
         memory_fraction=0.85,

@@ -14,11 +14,27 @@ from arpo_megatron.recipes._bases import deep_search_large as base
 from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
 
 LAYOUTS = {
-    "1node": RecipeLayout(data=8, expert=8, layers=47, token_budget=32768, engine=4, memory_fraction=0.4, offload=True),
-    "2nodes": RecipeLayout(data=8, pipeline=2, expert=8, layers=15, token_budget=8192, engine=4),
-    "4nodes": RecipeLayout(tensor=4, data=8, expert=8, layers=40, engine=8, memory_fraction=0.4),
+    "1node": RecipeLayout(data=8, expert=8, layers=47, token_budget=8192, engine=4, memory_fraction=0.4, offload=True),
+    "2nodes": RecipeLayout(data=8, pipeline=2, expert=8, layers=15, token_budget=8192, group_tokens=8192, engine=4),
+    "4nodes": RecipeLayout(
+        tensor=4,
+        data=8,
+        expert=8,
+        recompute=("layernorm", "moe_act"),
+        token_budget=8192,
+        group_tokens=16384,
+        engine=8,
+        memory_fraction=0.4,
+    ),
     "16nodes": RecipeLayout(
-        tensor=4, data=8, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.6
+        tensor=4,
+        data=8,
+        pipeline=4,
+        recompute="none",
+        token_budget=8192,
+        group_tokens=8192,
+        engine=8,
+        memory_fraction=0.6,
     ),
     "h200": RecipeLayout(gpu="h200", tensor=4, data=4, layers=26, token_budget=8192, engine=4, memory_fraction=0.4),
     "split": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=4, engines=4, memory_fraction=0.85, split=True),

@@ -18,7 +18,14 @@ LAYOUTS = {
     "2nodes": RecipeLayout(data=16, layers=31, token_budget=8192, engine=2, memory_fraction=0.5),
     "4nodes": RecipeLayout(tensor=2, data=16, layers=20, token_budget=8192, engine=4, memory_fraction=0.7),
     "16nodes": RecipeLayout(
-        tensor=2, data=16, pipeline=4, recompute="none", token_budget=8192, engine=8, memory_fraction=0.7
+        tensor=2,
+        data=16,
+        pipeline=4,
+        recompute="none",
+        token_budget=8192,
+        group_tokens=8192,
+        engine=8,
+        memory_fraction=0.7,
     ),
     "h200": RecipeLayout(gpu="h200", data=8, layers=23, token_budget=8192, engine=2, memory_fraction=0.7),
 }

@@ -186,10 +186,11 @@ def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, fl
         trees = config.sft.batch
     pack = float(min(budget, largest.bound * trees))
     keys = max(pack, packing.longest)
-    # In a pipeline, all packs of a tree, or of a part of it that holds the longest path.
-    group = max(pack, min(float(largest.bound), max(config.train.group_tokens or math.inf, config.model.max_length)))
+    # All packs of a tree, or of a part of it that holds the longest path.
+    limit = math.inf if parallel.nested_packs else config.train.group_tokens or math.inf
+    group = max(pack, min(float(largest.bound), max(limit, config.model.max_length)))
     if parallel.pipeline == 1:
-        kept = max(pack, float(largest.bound))
+        kept = group
     elif parallel.virtual_pipeline == 1:  # 1F1B runs ahead by the number of later stages (arXiv 2104.04473)
         kept = group * (parallel.pipeline - stage)
     else:  # interleaved: chunks of layers / v, of which 2 (p - s - 1) + (v - 1) p warm up and one runs

@@ -72,7 +72,7 @@ class LayoutSearchResult:
 def search(
     config: JobConfig, hardware: Hardware, *, best: int = 5, placements: Sequence[Where] = ("colocated", "split")
 ) -> LayoutSearchResult:
-    """Try placements, transports, parallelism in all dimensions, pack sizes, recomputation, offload and engine sizes.
+    """Try placements, transports, parallelism, sizes of packs and groups, recomputation, offload and engine sizes.
 
     The number of GPUs is constant. Engines share those of the trainer, or have whole nodes (on one node: GPUs) of their
     own, and then trees are sampled while the trainer trains on those of the step before (`rollout.max_staleness=1`).
@@ -81,7 +81,8 @@ def search(
     planner = _Planner(hardware, load_spec(config.model), Workloads.of(config))
     fitting: list[JobEstimate] = []
     failed: Counter[str] = Counter()
-    for job in _candidates(config, hardware, planner.spec.experts is not None, placements):
+    bound = planner.workloads.largest.bound
+    for job in _candidates(config, hardware, planner.spec.experts is not None, bound, placements):
         found = job if isinstance(job, Unfit) else planner.attempt(job)
         if isinstance(found, Unfit):
             failed[found.kind] += 1
@@ -154,7 +155,7 @@ class _Planner:
     def _with_least_recompute(self, job: JobConfig) -> JobEstimate | Unfit:
         """Return the plan that recomputes no more than it must."""
         # The memory of an update does not depend on the engines' size.
-        key = job.parallel, job.train.token_budget, job.optimizer.offload, colocated(job)
+        key = job.parallel, job.train.token_budget, job.train.group_tokens, job.optimizer.offload, colocated(job)
         if key not in self.chosen:
             self.chosen[key] = self._least_recompute(job)
         parallel = self.chosen[key]
@@ -233,13 +234,18 @@ def _partition(config: JobConfig) -> tuple[object, ...]:
 
 
 def _candidates(
-    config: JobConfig, hardware: Hardware, experts: bool, placements: Sequence[Where]
+    config: JobConfig, hardware: Hardware, experts: bool, bound: int, placements: Sequence[Where]
 ) -> Iterator[JobConfig | Unfit]:
     """Yield layouts with the same number of GPUs, and an Unfit for each that the config's validation refuses."""
     for where, rollout, ranks, engine_gpus in _placed(config, hardware, placements):
         sizes = [config.engine.tensor] if config.sft_only else _powers(min(hardware.gpus, engine_gpus))
         budgets = sorted({*BUDGETS, config.train.token_budget})
-        for parallel, budget, tensor in product(_layouts(config, ranks, hardware, experts), budgets, sizes):
+        packed = (
+            (parallel, budget, group)
+            for parallel, budget in product(_layouts(config, ranks, hardware, experts), budgets)
+            for group in _groups(parallel, budget, bound)
+        )
+        for (parallel, budget, group), tensor in product(packed, sizes):
             if engine_gpus % tensor:
                 yield conflict("engine GPUs are not a multiple of engine.tensor")
                 continue
@@ -251,16 +257,20 @@ def _candidates(
                 yield replace(
                     config,
                     parallel=parallel,
-                    # Larger groups are not searched: without them only a pack's activations are in memory.
-                    train=replace(
-                        config.train, token_budget=budget, group_tokens=None if parallel.nested_packs else budget
-                    ),
+                    train=replace(config.train, token_budget=budget, group_tokens=group),
                     engine=replace(config.engine, placement=where, tensor=tensor, replicas=replicas),
                     rollout=rollout,
                     optimizer=replace(config.optimizer, offload=config.sft_only and config.optimizer.offload),
                 )
             except ValidationError as error:
                 yield conflict(fault_text(error.errors()[0]))
+
+
+def _groups(parallel: ParallelConfig, budget: int, bound: int) -> list[int | None]:
+    """Return candidates for `train.group_tokens`; `bound` is the number of tokens of the largest possible tree."""
+    if parallel.nested_packs:
+        return [None]
+    return [*(size for size in (budget, 2 * budget, 4 * budget) if size < bound), None]
 
 
 def _placed(

@@ -36,6 +36,7 @@ def layout_of(config: JobConfig, gpu: str) -> RecipeLayout:
         recompute=p.recompute_modules if p.recompute == "selective" else p.recompute,
         layers=p.recompute_layers,
         token_budget=config.train.token_budget,
+        group_tokens=config.train.group_tokens,
         engine=engine.tensor,
         engines=engine.replicas if split else 0,
         memory_fraction=engine.memory_fraction,

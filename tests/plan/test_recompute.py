@@ -71,12 +71,12 @@ def test_found_layouts_need_each_recomputed_layer(recipe: str) -> None:
 
 
 def test_modules_can_be_pasted_as_overrides() -> None:
-    job = resolve.resolve("moe_30b_a3b")
+    job = resolve.resolve("moe_30b_a3b+1node")
     layout = replace(
         job.parallel, recompute="selective", recompute_layers=None, recompute_modules=("layernorm", "moe_act")
     )
     text = overrides_between(plan(replace(job, parallel=layout), H100), job)
-    assert resolve.resolve("moe_30b_a3b", overrides=text.split()).parallel == layout
+    assert resolve.resolve("moe_30b_a3b+1node", overrides=text.split()).parallel == layout
 
 
 def test_layers_without_full_recomputation_are_refused_with_the_key_that_fixes_it() -> None:
