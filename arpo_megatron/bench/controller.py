@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from typing import Any
 import aiohttp
 
 from arpo_megatron.algorithms.branching import make_branch_policy
+from arpo_megatron.bench.memory import highest, resident
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
 from arpo_megatron.bench.stub_engine import FAILURES, StubSettings, command
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.monitor.profiler import peak_memory_gb
 from arpo_megatron.rollout.admission_gate import AdmissionGate
+from arpo_megatron.rollout.garbage import collect_on_demand
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
@@ -35,7 +36,7 @@ from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role
 from arpo_megatron.utils.processes import raise_file_limit
 
-TREES = (512, 1024, 2048)
+TREES = (512, 2048)
 ENGINES = 2
 ALGORITHM = AlgorithmConfig(group_size=16, initial_rollouts=8, entropy_tokens=4)
 LIMITS = RolloutLimits(
@@ -68,17 +69,19 @@ class ControllerRun:
     seconds: float
     cpu_ms_per_segment: float
     blocked: int
-    """Callbacks of the event loop that take more than `BLOCKED_S`."""
+    """Callbacks of the event loop that take more than `BLOCKED_S` of CPU time."""
     longest_callback_ms: float
-    """Time of the longest callback."""
+    """CPU time of the longest callback. Engines and controller share the machine, so wall time is not its own."""
     peak_gb: float
     """Peak memory in 10^9 bytes."""
+    kb_per_trajectory: float
+    """Memory over that before the trees' start, at the peak, in 1000 bytes."""
     lost: tuple[str, ...]
     """Why trees could not be finished."""
 
 
 def bench_controller(model: Path, sizes: Sequence[int] = (), failure_share: float = FAILURE_SHARE) -> dict[str, Any]:
-    """Measure each number of trees, or `TREES`, in a separate process, which gives it its own peak memory."""
+    """Measure each number of trees, or `TREES`, in a separate process with its own peak memory."""
     rows = []
     for size in sizes or TREES:
         arguments = [sys.executable, "-m", __name__, str(model), str(size), str(failure_share)]
@@ -86,7 +89,6 @@ def bench_controller(model: Path, sizes: Sequence[int] = (), failure_share: floa
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(f"controller with stub engines: {rows[-1]}", file=sys.stderr)
     first, last = rows[0], rows[-1]
-    kb = (last["peak_gb"] - first["peak_gb"]) * 1e6 / max(1, last["trajectories"] - first["trajectories"])
     return {
         "engines": f"{ENGINES} stub engines over HTTP",
         "tools": "simulated in the process",
@@ -95,22 +97,19 @@ def bench_controller(model: Path, sizes: Sequence[int] = (), failure_share: floa
         "cpu_ms_per_segment": last["cpu_ms_per_segment"],
         "growth": last["cpu_ms_per_segment"] / first["cpu_ms_per_segment"],
         "longest_callback_ms": max(row["longest_callback_ms"] for row in rows),
-        "kb_per_trajectory": kb,
+        "kb_per_trajectory": last["kb_per_trajectory"],
         "peak_gb": last["peak_gb"],
         "lost": sum(row["trees"] - row["finished"] for row in rows),
     }
 
 
-async def run_controller(
-    model: Path, trees: int, failure_share: float, clock: Callable[[], float] = time.perf_counter, **settings: Any
-) -> ControllerRun:
+async def run_controller(model: Path, trees: int, failure_share: float, **settings: Any) -> ControllerRun:
     """Grow trees against stub engines.
 
     Args:
         model: directory of the tokenizer.
         trees: their number.
         failure_share: share of the requests with each kind of failure.
-        clock: measures callbacks. `time.thread_time` leaves other load out, and may take longer than a callback.
         settings: fields of `StubSettings`.
     """
     codec = TokenizerCodec(model)
@@ -120,31 +119,40 @@ async def run_controller(
     stub = StubSettings(call=codec.vocabulary_size - 1, failure_share=failure_share, **settings)
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(_stub(StubSettings(**{**asdict(stub), "seed": n}))) for n in range(ENGINES)]
-        callbacks = stack.enter_context(_timed_callbacks(clock))
+        callbacks = stack.enter_context(_timed_callbacks())
         async with (
             EngineClient(*urls, streams=True, request_timeout_s=DEADLINE_S) as client,
             AdmissionGate(client, codec) as gate,
         ):
             tools = SimulatedTools(TOOL_S, LATENCIES["lognormal"])
             pool = new_pool(client, tools, codec, policy, 1, gate)
-            before, began = time.process_time(), time.monotonic()
-            pool.start(start(tasks, step=0, version=0, settings=rollout))
+            memory, before, began = resident(), time.process_time(), time.monotonic()
+            await pool.start(start(tasks, step=0, version=0, settings=rollout))
             report = await pool.collect(CollectTrees(PURPOSE))
             cpu_s, seconds = time.process_time() - before, time.monotonic() - began
+            memory = highest() - memory
             await pool.close()
         counts = await _counts(urls)
         counts["hang"] = client.retries["timeout"]  # on a busy machine more than those that hang
-    return _row(report, counts, seconds=seconds, cpu_s=cpu_s, callbacks=callbacks, trees=trees)
+    return _row(report, counts, seconds=seconds, cpu_s=cpu_s, callbacks=callbacks, memory=memory, trees=trees)
 
 
 def _row(
-    report: RolloutReport, counts: Counter[str], *, seconds: float, cpu_s: float, callbacks: list[float], trees: int
+    report: RolloutReport,
+    counts: Counter[str],
+    *,
+    seconds: float,
+    cpu_s: float,
+    callbacks: list[float],
+    memory: int,
+    trees: int,
 ) -> ControllerRun:
+    trajectories = sum(len(tree.leaves()) for tree in report.trees)
     segments = sum(segment.role is Role.MODEL for tree in report.trees for segment in tree.segments)
     return ControllerRun(
         trees=trees,
         finished=len(report.trees),
-        trajectories=sum(len(tree.leaves()) for tree in report.trees),
+        trajectories=trajectories,
         segments=segments,
         requests=counts["requests"],
         failed=sum(counts[kind] for kind in FAILURES),
@@ -153,7 +161,8 @@ def _row(
         cpu_ms_per_segment=1e3 * cpu_s / max(1, segments),
         blocked=sum(each > BLOCKED_S for each in callbacks),
         longest_callback_ms=1e3 * max(callbacks, default=0.0),
-        peak_gb=peak_memory_gb(),
+        peak_gb=highest() / 1e9,
+        kb_per_trajectory=memory / 1e3 / max(1, trajectories),
         lost=tuple(sorted({failed.reason for failed in report.failed})),
     )
 
@@ -169,14 +178,14 @@ def _stub(settings: StubSettings) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _timed_callbacks(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Collect the seconds of the event loop's callbacks that take more than a millisecond."""
+def _timed_callbacks() -> Iterator[list[float]]:
+    """Collect the CPU seconds of the event loop's callbacks that take more than a millisecond."""
     run, long = asyncio.Handle._run, list[float]()
 
     def timed(handle: asyncio.Handle) -> None:
-        before = clock()
+        before = time.thread_time()
         run(handle)
-        if (took := clock() - before) > 1e-3:
+        if (took := time.thread_time() - before) > 1e-3:
             long.append(took)
 
     setattr(asyncio.Handle, "_run", timed)  # noqa: B010  (the loop has no hook for it)
@@ -197,5 +206,6 @@ async def _counts(urls: Sequence[str]) -> Counter[str]:
 
 if __name__ == "__main__":
     raise_file_limit()
+    collect_on_demand()
     path, size, share = sys.argv[1:]
     print(json.dumps(asdict(asyncio.run(run_controller(Path(path), int(size), float(share))))))

@@ -134,7 +134,7 @@ async def _step(
     tools = SimulatedTools(TOOL_S, LATENCIES["lognormal"], " ".join(f"w{n}" for n in range(RESULT_WORDS)))
     settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
     pool = new_pool(client, tools, codec, policy, SEED, admission)
-    pool.start(start([_task(step, n) for n in range(TASKS)], step=step, version=0, settings=settings))
+    await pool.start(start([_task(step, n) for n in range(TASKS)], step=step, version=0, settings=settings))
     try:
         return await pool.collect(CollectTrees(PURPOSE))
     finally:

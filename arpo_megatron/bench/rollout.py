@@ -199,7 +199,7 @@ class Bench:
             version = await self._new_version()
             pool.resume(version)
             while in_flight < config.trees_in_flight(step):
-                pool.start(start(_tasks(started), step=started, version=version, settings=settings))
+                await pool.start(start(_tasks(started), step=started, version=version, settings=settings))
                 started, in_flight = started + 1, in_flight + TASKS
             report = await pool.collect(collect_request(config.rollout, PURPOSE, TASKS, first + step))
             in_flight -= len(report.tree_ids)

@@ -99,32 +99,50 @@ class TreePool:
         self._changed = asyncio.Event()
         self._prefill_after_push: asyncio.Task[None] | None = None
 
-    def start(self, request: StartTrees) -> None:
-        """Start or continue trees and return at once. Trees that are in the pool already are left alone."""
+    @property
+    def growing(self) -> int:
+        """Number of unfinished trees."""
+        return sum(queue.unfinished.total() for queue in self._queues.values())
+
+    async def start(self, request: StartTrees) -> None:
+        """Start or continue trees. Trees that are in the pool already are left alone.
+
+        Each tree has a turn of the event loop of its own: tokenizing thousands of prompts in one would hold back the
+        trees that grow.
+        """
         self._engine.version = max(self._engine.version, request.version)
         known = {tree.tree_id for queue in self._queues.values() for tree in queue.trees}
         new = [tree for tree in request.trees if tree.tree_id not in known]
-        prompts = [np.array(self._codec.encode(tree.task.prompt_text), dtype=np.int32) for tree in new]
+        prompts = list[Int32Array]()
+        for each in new:
+            prompts.append(np.array(self._codec.encode(each.task.prompt_text), dtype=np.int32))
+            await asyncio.sleep(0)
         costs = RolloutCounts()
         # For continued trees, too: the caches of engines in a resumed run are empty.
         common = asyncio.create_task(self._prefill_new(prompts, costs))
         for each, prompt in zip(new, prompts, strict=True):
-            policy = self._policy(each.settings)
-            if not self._can_fork:
-                policy = GrpoPolicy(policy.total)
-            limits = replace(each.settings.limits, protocol=self._protocol)
-            queue = self._queues.setdefault(each.purpose, TreeQueue(policy, limits))
-            queue.policy, queue.limits = policy, limits
-            if not queue.trees:
-                queue.since = time.monotonic()
-            environments = self._environments(each)
-            key = routing_key(each.step, each.task.id)
-            self._engine.begin_tree(key, each.version)
-            grower = self._grower(each, prompt, queue, environments)
-            tree = PoolTree(each.tree_id, key, each.version, grower, grower.admission, environments)
-            queue.trees.append(tree)
-            queue.unfinished[tree.version] += 1
-            tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
+            self._start_tree(each, prompt, common, costs)
+            await asyncio.sleep(0)
+
+    def _start_tree(
+        self, each: LiveTree, prompt: Int32Array, common: "asyncio.Task[None]", costs: RolloutCounts
+    ) -> None:
+        policy = self._policy(each.settings)
+        if not self._can_fork:
+            policy = GrpoPolicy(policy.total)
+        limits = replace(each.settings.limits, protocol=self._protocol)
+        queue = self._queues.setdefault(each.purpose, TreeQueue(policy, limits))
+        queue.policy, queue.limits = policy, limits
+        if not queue.trees:
+            queue.since = time.monotonic()
+        environments = self._environments(each)
+        key = routing_key(each.step, each.task.id)
+        self._engine.begin_tree(key, each.version)
+        grower = self._grower(each, prompt, queue, environments)
+        tree = PoolTree(each.tree_id, key, each.version, grower, grower.admission, environments)
+        queue.trees.append(tree)
+        queue.unfinished[tree.version] += 1
+        tree.job = asyncio.create_task(self._grow(tree, queue, common, costs))
 
     def _grower(
         self, tree: LiveTree, prompt: Int32Array, queue: TreeQueue, environments: TreeEnvironments | None

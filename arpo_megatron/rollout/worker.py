@@ -7,6 +7,7 @@ begins with the trees to grow; they are stopped when it ends.
 """
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from arpo_megatron.engine.version import streams_entropies
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.connection import Outbox, hang_up
+from arpo_megatron.rollout.garbage import collect_on_demand
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     Failure,
@@ -169,7 +171,7 @@ class TrainerConnection:
             try:
                 if first.paused:
                     engine.hold()
-                pool.start(first.start)
+                await pool.start(first.start)
                 self._send(None)
                 while True:
                     self._request, request = await self._requests.get()
@@ -177,6 +179,8 @@ class TrainerConnection:
                         self._send(await _answer(pool, request))
                     except StaleEnginesError as stale:
                         self._send(stale)
+                    if isinstance(request, Pause) or not pool.growing:
+                        gc.collect()
             finally:
                 await pool.close()
 
@@ -212,7 +216,7 @@ async def _answer(pool: TreePool, request: object) -> object:
         case CollectTrees():
             return await pool.collect(request)
         case StartTrees():
-            pool.start(request)
+            await pool.start(request)
         case FinishTrees(purpose):
             await pool.finish(purpose)
         case StopTrees(purpose):
@@ -252,6 +256,7 @@ def main(arguments: Sequence[str]) -> None:
     path, port = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the job, which then kills this process
     raise_file_limit()  # one connection for each waiting path
+    collect_on_demand()
     asyncio.run(serve(Path(path), int(port)))
 
 

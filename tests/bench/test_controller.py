@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def run(model: Path, failure_share: float) -> controller.ControllerRun:
     gc.collect()
     gc.freeze()
     try:
-        return asyncio.run(controller.run_controller(model, TREES, failure_share, time.thread_time, answer_s=0.02))
+        return asyncio.run(controller.run_controller(model, TREES, failure_share, answer_s=0.02))
     finally:
         gc.unfreeze()
 

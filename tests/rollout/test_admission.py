@@ -264,7 +264,7 @@ def test_trees_grow_as_without_admission(scripted_engine: Start, capacity: Engin
             await stack.enter_async_context(gate or nullcontext())
             settings = RolloutSettings(policy.config, 8, Sampling(), limits)
             tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}" * 40 + "?") for n in range(6))
-            pool.start(start(tasks, step=0, version=0, settings=settings))
+            await pool.start(start(tasks, step=0, version=0, settings=settings))
             try:
                 report = await pool.collect(CollectTrees(PURPOSE))
             finally:
@@ -305,7 +305,7 @@ def test_each_request_that_finds_less_in_the_cache_counts_as_evicted(scripted_en
         async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
             pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED, gate)
             settings = RolloutSettings(None, 3, Sampling(), limits)
-            pool.start(start((Task("t", (), "", "math", "1" * 40),), step=0, version=0, settings=settings))
+            await pool.start(start((Task("t", (), "", "math", "1" * 40),), step=0, version=0, settings=settings))
             try:
                 return await pool.collect(CollectTrees(PURPOSE))
             finally:

@@ -295,7 +295,7 @@ def test_environment_that_can_be_neither_restored_nor_replayed_has_no_forks(
                 make_environment=once,
             )
             live = LiveTree(0, "training", TASK, 0, 0, RolloutSettings(None, 8, Sampling(), SETTINGS))
-            pool.start(StartTrees((live,), 0))
+            await pool.start(StartTrees((live,), 0))
             report = await pool.collect(CollectTrees("training"))
             await pool.close()
             assert not report.failed

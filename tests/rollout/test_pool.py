@@ -81,7 +81,7 @@ def test_retries_and_tokens_are_counted_for_their_purpose(scripted_engine: Start
             try:
                 for number, purpose in enumerate(("training", "evaluation")):
                     tree = LiveTree(number, purpose, Task(purpose, (), "", "math", "p"), 0, 0, settings)
-                    pool.start(StartTrees((tree,), 0))
+                    await pool.start(StartTrees((tree,), 0))
                     await pool.finish(purpose)  # the first request is that of training
                 reported.clear()
                 return [await pool.collect(CollectTrees(purpose)) for purpose in ("evaluation", "training")]
@@ -204,7 +204,7 @@ def test_shares_of_answered_calls_are_those_of_several_reports_also_after_a_stop
             try:
                 for number, stops in enumerate((False, True, False)):
                     task = Task(f"t{number}", (), "", "math", "p")
-                    pool.start(start((task,), step=0, version=0, settings=settings))
+                    await pool.start(start((task,), step=0, version=0, settings=settings))
                     await asyncio.sleep(0)
                     found.append(await (pool.stop(PURPOSE) if stops else pool.collect(CollectTrees(PURPOSE))))
             finally:
@@ -284,7 +284,7 @@ async def grown(
     async with EngineClient(engine.url, retry_for_s=retry_for_s) as client:
         pool = new_pool(client, tools or SimulatedTools(0.1, lambda _r: 1.0), CODEC, policy, SEED)
         settings = RolloutSettings(policy.config, group_size, Sampling(), limits)
-        pool.start(start(tasks, step=0, version=0, settings=settings))
+        await pool.start(start(tasks, step=0, version=0, settings=settings))
         try:
             for _ in range(pushes):
                 enough = engine.answered + 8

@@ -67,7 +67,7 @@ def test_engine_failure_recomputes_shared_prefixes_once(
             pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED)
             settings = RolloutSettings(policy.config, 16, Sampling(), limits)
             task = Task("t", (), "", "math", "p" * 200 + "?")
-            pool.start(start((task,), step=0, version=0, settings=settings))
+            await pool.start(start((task,), step=0, version=0, settings=settings))
             try:
                 return await pool.collect(CollectTrees(PURPOSE))
             finally:
@@ -92,7 +92,7 @@ def prefills_of_a_step(scripted_engine: Callable[[ScriptedEngine], ScriptedEngin
             pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED)
             settings = RolloutSettings(policy.config, 16, Sampling(), limits)
             tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}" * 40 + "?") for n in range(8))
-            pool.start(start(tasks, step=0, version=0, settings=settings))
+            await pool.start(start(tasks, step=0, version=0, settings=settings))
             try:
                 return await pool.collect(CollectTrees(PURPOSE))
             finally:

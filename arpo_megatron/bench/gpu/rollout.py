@@ -162,7 +162,7 @@ class RolloutBench:
         settings = RolloutSettings(self.algorithm, self.algorithm.group_size, Sampling(), LIMITS)
         async with EngineClient(url) as engine:
             pool = new_pool(engine, tools, codec, policy, SEED)
-            pool.start(start(tasks, step=0, version=0, settings=settings))
+            await pool.start(start(tasks, step=0, version=0, settings=settings))
             report = await pool.collect(CollectTrees(PURPOSE))
             await pool.close()
         return report
