@@ -84,7 +84,9 @@ def rollout(
 @app.command()
 @with_dry_run
 def controller(
-    trees: Annotated[list[int] | None, typer.Option(min=1, help="Number of trees, may be repeated.")] = None,
+    trees: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of trees, may be repeated; default: 512 and 2,048.")
+    ] = None,
     failure_share: Annotated[
         float, typer.Option(min=0.0, max=0.1, help="Share of the requests with each kind of failure.")
     ] = 0.01,

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,11 @@ def test_failed_requests_cost_their_own_repeats_and_lose_nothing(model: Path, mo
     assert found.lost == ()
     assert found.failed > 2 * len(FAILURES)
     assert found.requests <= found.segments + TREES + PROBES + found.failed
+
+
+def test_peak_memory_is_that_of_the_process_alone() -> None:
+    """A child has the `ru_maxrss` of its parent, which is larger here."""
+    parent = bytearray(b"x" * 2**28)
+    code = "from arpo_megatron.bench.memory import highest; print(highest())"
+    child = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert 0 < int(child.stdout) < len(parent)

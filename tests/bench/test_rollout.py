@@ -107,7 +107,7 @@ class RecordingHandle:
 class RecordingPool(RecordingHandle):
     """The same as a tree pool."""
 
-    def start(self, request: StartTrees) -> None:
+    async def start(self, request: StartTrees) -> None:
         self.start_trees("", [tree.task for tree in request.trees])
 
     async def collect(self, request: CollectTrees) -> RolloutReport:  # type: ignore[override]

@@ -104,6 +104,7 @@ FP8 = ["engine.quantization=fp8", "model.dtype=bfloat16"]
         (["chat", "oracle", "--dry-run"], "nor a Hugging Face directory (config.json), nor a URL\n"),
         (["bench", "sync", "--json", "--directory", "nowhere"], "--directory nowhere: no such directory"),
         (["bench", "sync", "--megabytes", "30"], "invalid value for '--megabytes'"),
+        (["bench", "controller", "--trees", "0"], "invalid value for '--trees'"),
         (["train", "quickstart", *FP8], "the head size of engine ranks (32) is not a multiple of 128"),
         (["train", "quickstart", *FP8, "--dry-run"], "the head size of engine ranks (32) is not a multiple of 128"),
         (["demo", *FP8], "the head size of engine ranks (32) is not a multiple of 128"),

@@ -1,6 +1,7 @@
 """The trainer's handle of the rollout process after failures and cut connections."""
 
 import asyncio
+import gc
 import pickle
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer, models
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.connection import hang_up
+from arpo_megatron.rollout.garbage import collect_on_demand
 from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import (
@@ -227,3 +230,40 @@ def test_process_that_restarts_during_a_pause_stays_paused(folder: Path) -> None
             handle.pause()
         thread.join(10)
     assert [restore.paused for restore in begun] == [False, True]
+
+
+def test_garbage_is_collected_only_while_no_tree_samples(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, collections = scripted_engine(ScriptedEngine(lambda _text: "xyz", delay_s=lambda _text: 0.2)), list[int]()
+    monkeypatch.setattr("arpo_megatron.rollout.worker.gc", SimpleNamespace(collect=lambda: collections.append(1)))
+    grown = RolloutSettings(None, 2, Sampling(), LIMITS)
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, [])
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            handle.start_trees("g", [Task("t", (), "", "math", "w")], step=0, version=0, settings=grown)
+            assert not collections
+            handle.pause()
+            handle.resume(0)
+            assert len(collections) == 1
+            handle.collect(CollectTrees("g"))
+            handle.pause()
+            assert len(collections) >= 2
+
+
+def test_long_lived_objects_are_visited_on_demand_only() -> None:
+    """In Python 3.11 a whole collection follows when enough objects have survived."""
+    before = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        collect_on_demand()
+        whole = gc.get_stats()[2]["collections"]
+        kept = [[None] for _ in range(gc.get_freeze_count() + 10_000)]
+        assert gc.get_stats()[2]["collections"] == whole
+        kept[0][0] = kept[0]  # type: ignore[call-overload]
+        del kept
+        assert gc.collect() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -31,7 +31,7 @@ from arpo_megatron.rollout.messages import (
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.tree_client import TreeClient
 from arpo_megatron.tasks.base import Task
-from tests.engine.scripted import ScriptedEngine
+from tests.engine.scripted import CharacterCodec, ScriptedEngine
 from tests.rollout.growing import CODEC, SEED, arpo
 from tests.rollout.prefix_cache import PrefixCache
 from tools_sandbox.client import SandboxUnavailable, ToolAnswer
@@ -100,6 +100,39 @@ def test_retries_of_a_failed_common_prefill_are_counted(scripted_engine: Start) 
     report = asyncio.run(grown(engine, tasks, retry_for_s=1.0))
     assert len(report.failed) == 2
     assert report.stats.counts.retries == len(engine.requests) > 1
+
+
+def test_start_of_many_trees_lets_others_grow_between_two_of_them() -> None:
+    """Prompts are tokenized and records decoded one tree per turn of the event loop."""
+    steps = most = 0
+
+    def count(*_arguments: object) -> GrpoPolicy:
+        nonlocal steps
+        steps += 1
+        return GrpoPolicy(1)
+
+    class Counted(CharacterCodec):
+        def encode(self, text: str) -> list[int]:
+            count()
+            return super().encode(text)
+
+    async def run() -> None:
+        nonlocal most
+        async with EngineClient("http://127.0.0.1:9") as client:
+            tools = SimulatedTools(0.0, lambda _r: 1.0)
+            pool = TreePool(client, tools, Counted(), SEED, count, lambda _progress: None, lambda *_entry: None)
+            settings = RolloutSettings(None, 1, Sampling(), RolloutLimits(3000, 900, 4, 60, 5.0))
+            tasks = tuple(Task(f"t{number}", (), "", "math", "p") for number in range(50))
+            starting = asyncio.create_task(pool.start(start(tasks, step=0, version=0, settings=settings)))
+            while not starting.done():
+                before = steps
+                await asyncio.sleep(0)
+                most = max(most, steps - before)
+            await pool.close()
+
+    asyncio.run(run())
+    assert steps == 2 * 50
+    assert most == 1
 
 
 @pytest.mark.parametrize("method", ["_send_call", "_write_segment"])
