@@ -75,6 +75,12 @@ class AdmissionGate:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
 
+    async def opened(self) -> None:
+        """Wait until engines have reported what they can hold, and the times of prefills are known."""
+        if self._opening is None:
+            raise RuntimeError("AdmissionGate is used outside `async with`")
+        await asyncio.shield(self._opening)
+
     async def _open(self) -> None:
         capacities = await self.engine.capacities()
         rebuild_s = math.inf
@@ -168,9 +174,7 @@ class TreeAdmission:
             gate.grant()
 
         patience_s, timer = gate.admission.patience_s, None
-        if not patience_s:
-            release()
-        elif math.isfinite(patience_s):
+        if math.isfinite(patience_s):
             timer = asyncio.get_running_loop().call_later(patience_s, release)
         try:
             yield

@@ -32,6 +32,7 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     monkeypatch.setattr(controller, "TREES", (16, 64))
     monkeypatch.setattr(pressure, "TASKS", 3)
     monkeypatch.setattr(pressure, "STEPS", 1)
+    monkeypatch.setattr(pressure, "TOOL_SHARE", 0.02)
     found = rollout.bench_rollout(full=True, progress=False)
     assert {way: run["trajectories"] for way, run in found["runs"]["heavy_tail"].items()} == {
         "rounds": 32,
@@ -52,7 +53,10 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     assert found["controller"]["lost"] == 0
     runs = found["pressure"]["runs"]
     assert runs["admission"]["requests"] < runs["independent"]["requests"], "a fork point is one request, not two"
-    assert found["reprefill_pressure"] < found["pressure"]["reprefill_pressure_baseline"]
+    # Admission holds what the pool holds, whatever the speed: tools are short, so paths that wait keep their room.
+    assert runs["admission"]["released"] < 0.2 * runs["admission"]["requests"]
+    assert found["reprefill_pressure"] < 1.3
+    assert found["pressure"]["reprefill_pressure_baseline"] > 1.5
     assert found["client_ms_16k"] > 0
 
 
@@ -148,5 +152,5 @@ def test_benchmark_starts_and_collects_trees_as_a_run_does(
     monkeypatch.setattr(rollout, "new_pool", lambda *_: pool)
     monkeypatch.setattr(bench, "_new_version", version)
     nothing: Any = None
-    asyncio.run(bench._in_trees(nothing, nothing, rollout.Run(), ahead=ahead))
+    asyncio.run(bench._in_trees(nothing, nothing, rollout.Run(), nothing, ahead=ahead))
     assert pool.calls == run.calls

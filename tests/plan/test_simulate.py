@@ -193,7 +193,7 @@ def test_prefill_and_evictions_agree_with_a_real_engine(
         async with EngineClient(url, streams=True) as client:
             times = await measure_engine(client)
             async with AdmissionGate(client, codec) if admission == "kv" else nullcontext() as gate:
-                return await pressure._step(client, codec, 1, gate), times
+                return await pressure._step(client, codec, 1, 1.0, gate), times
 
     with launch.launch_engine(tmp_path / "model", engine, dtype="float32", seed=1, log_path=tmp_path / "log") as handle:
         report, times = asyncio.run(measure(handle.url))
