@@ -2,9 +2,9 @@
 
 The engine is real and its model is tiny and random: single tokens of its vocabulary are whole tool calls, so segments
 have geometric lengths. Tools sleep and answer a constant. Their mean latency is the mean time of a segment in a full
-batch, so tools and decoding have equal weight. Each schedule runs the same steps of the same tasks. Every step gives
-the engine a new policy version and an empty cache, as a weight push does. Speed-ups are ratios of sampled tokens per
-second.
+batch, so tools and decoding have equal weight. Trees have the admission and the streamed entropies of a job; rounds do
+without. Each schedule runs the same steps of the same tasks. Every step gives the engine a new policy version and an
+empty cache, as a weight push does. Speed-ups are ratios of sampled tokens per second.
 """
 
 import asyncio
@@ -32,6 +32,8 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.exchange import FirstTokensListener
 from arpo_megatron.engine.launch import launch_engine
 from arpo_megatron.engine.request import Sampling
+from arpo_megatron.engine.version import streams_entropies
+from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import RolloutReport, RolloutSettings
 from arpo_megatron.rollout.worker import TokenizerCodec
@@ -101,8 +103,8 @@ class MeteredEngine(EngineClient):
     Requests that wait for a push, for a slot or for a retry do not count.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, *, streams: bool = False) -> None:
+        super().__init__(url, streams=streams)
         self.busy_s = self.request_s = 0.0
         self._running = 0
         self._since = time.monotonic()
@@ -153,11 +155,13 @@ class Bench:
         """Run all steps of the schedule "rounds", "on_policy" or "partial" with tools of that latency."""
         tools = SimulatedTools(self.segment_s, LATENCIES[latency])
         found, began, cpu = Run(), time.monotonic(), time.process_time()
-        async with MeteredEngine(self._url) as engine:
-            if schedule == "rounds":
+        in_rounds = schedule == "rounds"
+        async with MeteredEngine(self._url, streams=not in_rounds and streams_entropies()) as engine:
+            if in_rounds:
                 await self._in_rounds(engine, tools, found)
             else:
-                await self._in_trees(engine, tools, found, ahead=schedule == "partial")
+                async with AdmissionGate(engine, self._codec) as gate:
+                    await self._in_trees(engine, tools, found, gate, ahead=schedule == "partial")
             found.seconds = time.monotonic() - began
             found.controller_s = time.process_time() - cpu
             found.busy_share = engine.busy_s / found.seconds
@@ -187,10 +191,12 @@ class Bench:
             found.segments += made.segments
             found.trajectories += made.trajectories
 
-    async def _in_trees(self, engine: MeteredEngine, tools: SimulatedTools, found: Run, *, ahead: bool) -> None:
+    async def _in_trees(
+        self, engine: MeteredEngine, tools: SimulatedTools, found: Run, gate: AdmissionGate, *, ahead: bool
+    ) -> None:
         """Start and collect trees as `TreeCollector` does, with max_staleness 1 (`ahead`) or 0."""
         config = _job(ahead=ahead)
-        pool = new_pool(engine, tools, self._codec, self._policy, SEED)
+        pool = new_pool(engine, tools, self._codec, self._policy, SEED, gate)
         settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
         started = in_flight = 0
