@@ -11,6 +11,7 @@ _OTHERS = 3
 """Ports of the first node besides engines, tool services and the router: rollout process, the ranks' rendezvous, the
 job's metrics."""
 _ROUTER = 2
+"""Ports of SGLang's router. With the pinned SGLang, which streams entropies, `engine.router=auto` has none."""
 _METADATA = 3
 """Files of a checkpoint next to those of the ranks."""
 
@@ -20,11 +21,11 @@ def forecast_lines(submission: Submission) -> Iterator[str]:
     config, layout = submission.config, submission.layout
     engines, ranks = layout.engines, config.parallel.world_size
     if engines:
-        router = _ROUTER if engines > 1 else 0
+        router = config.engine.router == "sglang"
         services = _services_by_node(submission)
         most = max((services[node] for node in range(1, layout.nodes)), default=0)
-        yield f"ports: {_OTHERS + router + services[0]} on node 0, at most {most} on another"
-        together = engines + layout.tool_services + 2 + (engines > 1)
+        yield f"ports: {_OTHERS + router * _ROUTER + services[0]} on node 0, at most {most} on another"
+        together = engines + layout.tool_services + 2 + router
         before = "doctor and prepare" if submission.profile.container is None else "image, doctor and prepare"
         yield f"srun: {together} steps at a time ({ranks} tasks of the trainer in one), after {before}"
     every = interval_s(config.parallel.collective_timeout_s)

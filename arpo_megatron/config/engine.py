@@ -20,8 +20,10 @@ class EngineConfig:
     """Expert-parallel groups among an engine's GPUs, for a mixture of experts: each group holds a part of the experts,
     and the GPUs of a group divide each expert."""
     router: Literal["auto", "sglang", "none"] = "auto"
-    """How trees are assigned to engines. `sglang`: by SGLang's router, the least busy engine first. `none`: by a hash
-    of the tree's task. `auto`: by the router if it is installed and there are several engines."""
+    """How trees are assigned to several engines. `none`: the engine with the most room in its KV pool, with
+    `rollout.admission=all` by a hash of the tree's task; `arpo serve` then uses the first engine only. `sglang`:
+    SGLang's router, the least busy engine first; entropies are not streamed, and admission sees one pool. `auto`: the
+    router, if it is installed, for `arpo serve` and for engines that cannot stream entropies; else `none`."""
     max_running_requests: Positive = 64
     """Largest decoding batch of an engine."""
     max_total_tokens: Positive | None = None

@@ -237,10 +237,11 @@ def router_service(
     log_path: Path,
     ports: Sequence[int],
     expert_routes: bool = False,
+    streams: bool = False,
     host: str = "127.0.0.1",
     token: str | None = None,
 ) -> ServiceSpec | None:
-    """Return how to start SGLang's router in front of the engines; None if the config or a single engine needs none.
+    """Return how to start SGLang's router in front of the engines; None if the job has none.
 
     Requests with the same routing key go to one engine, chosen at the key's first request: the engine with the fewest
     requests. The router's policy `cache_aware` would also balance load within a tree, so siblings could reach an engine
@@ -253,6 +254,8 @@ def router_service(
         ports: two free ones, for requests and for its metrics.
         host: address on which it listens.
         expert_routes: requests will ask for expert routes. There is no router then: version 0.3.2 drops those fields.
+        streams: rollouts will stream entropies. `engine.router=auto` then has no router, because version 0.3.2 drops
+            the interval of a stream, and rollouts would send two requests per segment.
         token: bearer token of the engines, and of the router itself.
 
     Raises:
@@ -261,7 +264,8 @@ def router_service(
     installed = find_spec("sglang_router") is not None
     if engine.router == "sglang" and not installed:
         raise UserError("engine.router=sglang: pip install sglang-router==0.3.2")
-    if engine.router == "none" or expert_routes or not installed or (engine.router == "auto" and len(urls) == 1):
+    unneeded = engine.router == "auto" and (streams or len(urls) == 1)
+    if engine.router == "none" or expert_routes or not installed or unneeded:
         return None
     addresses: dict[str, object] = {
         "host": host,

@@ -13,6 +13,7 @@ from typing import Any
 from arpo_megatron.config import EngineConfig, JobConfig
 from arpo_megatron.engine.launch import engine_service, router_service
 from arpo_megatron.engine.options import age_options
+from arpo_megatron.engine.version import streams_entropies
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import emulates_te
@@ -109,6 +110,7 @@ def running_services(
             log_path=run.logs / "router.log",
             ports=backend.ports("router", 2),
             expert_routes=uses_expert_routes(config),
+            streams=rollouts and streams_entropies(),
             host=backend.host("router"),
             token=token,
         )

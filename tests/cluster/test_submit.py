@@ -166,8 +166,8 @@ def test_requeue_false_disables_slurms_requeue(requeue: bool, tmp_path: Path, mo
 def test_dry_run_on_64_nodes_shows_ports_steps_files_and_bytes(recipe: str, ranks: int, kinds: list[str]) -> None:
     place = profile(gpu="h100-80", network_gb_s=35)
     text = dry_run(prepare_submission(resolve_on_nodes(recipe, 64, 8), place, nodes=64))
-    assert "# ports: 7 on node 0, at most 1 on another\n" in text
-    assert f"# srun: 68 steps at a time ({ranks} tasks of the trainer in one)" in text
+    assert "# ports: 5 on node 0, at most 1 on another\n" in text
+    assert f"# srun: 67 steps at a time ({ranks} tasks of the trainer in one)" in text
     assert f"# files: {ranks + 3} per checkpoint; {ranks} heartbeats every 5 s\n" in text
     rows = re.findall(r"^#   (\w+) .*? ([\d.]+) GB  (.+?) +([\d.]+) s$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["rollouts", *kinds, "gradients", "weight", "checkpoint"]

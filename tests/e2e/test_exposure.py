@@ -61,7 +61,8 @@ def lay_cable(job: int, other: int) -> None:
 
 
 def test_no_port_of_a_job_accepts_a_connection_from_another_machine(start: Start, warm_run: Path) -> None:
-    command = quickstart("train", warm_run, "train.steps=9", "rollout.journal_every_s=0.1", "engine.replicas=2", *SHORT)
+    engines = ("engine.replicas=2", "engine.router=sglang")
+    command = quickstart("train", warm_run, "train.steps=9", "rollout.journal_every_s=0.1", *engines, *SHORT)
     job = start([*NEW_NETWORK, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command])
     wait_for("answers of step 2", lambda: (snapshot := journal_of(warm_run, 1)) and snapshot.entries > 3, job)
     other = subprocess.Popen(inside(job.pid, "unshare", "--net", "sleep", "600"))

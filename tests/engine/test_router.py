@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -22,6 +23,25 @@ from arpo_megatron.utils.service_spec import ServiceSpec
 from tests.engine.scripted import ScriptedEngine
 
 Start = Callable[[ScriptedEngine], ScriptedEngine]
+
+
+@pytest.mark.parametrize(
+    ("router", "engines", "streams", "started"),
+    [
+        ("auto", 2, True, False),
+        ("auto", 2, False, True),  # `arpo serve`, or engines that cannot stream entropies
+        ("auto", 1, False, False),
+        ("sglang", 2, True, True),
+        ("none", 2, False, False),
+    ],
+)
+def test_router_is_not_between_rollouts_and_engines_that_stream_entropies(
+    tmp_path: Path, router: Literal["auto", "sglang", "none"], engines: int, streams: bool, started: bool
+) -> None:
+    """It would drop the interval of a stream, and hide from the rollouts which engine has room."""
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, engines + 1)]
+    found = router_service(EngineConfig(router=router), urls, log_path=tmp_path / "log", ports=(8, 9), streams=streams)
+    assert (found is not None) is started
 
 
 @pytest.mark.parametrize("token", [None, "secret"])

@@ -27,6 +27,7 @@ ENGINES = 2
 
 ENGINE = EngineConfig(
     replicas=ENGINES,
+    router="sglang",
     max_total_tokens=65536,
     memory_fraction=0.1,
     max_running_requests=64,

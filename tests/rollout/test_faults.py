@@ -2,7 +2,8 @@
 
 Real engines and the real tool service are supervised as in a job. The faults come in an order drawn by the seed, spread
 evenly over the sampling. Tools are slow with a heavy tail throughout, and a search always answers 10 MB. `make test`
-has 8 faults in 36 trees; the campaign has 20 faults in 512 trees, with other seeds and without the router.
+has 8 faults in 36 trees, without SGLang's router, as jobs are by default; the campaign has 20 faults in 512 trees,
+with and without the router.
 """
 
 import os
@@ -44,7 +45,7 @@ pytestmark = [
 TREES, CAMPAIGN_TREES = 36, 512
 FAULTS = {
     "kill an engine": 1,
-    "stop the router": 1,
+    "stop an engine": 1,
     "kill the rollout process": 1,
     "cut the connections": 1,
     "kill the tool service": 1,
@@ -341,7 +342,7 @@ def test_router_keeps_each_tree_on_one_engine(fleet: Fleet, undisturbed: Rollout
 
 def test_trees_are_the_same_with_faults_in_all_services(fleet: Fleet, undisturbed: RolloutReport) -> None:
     # With this seed the rollout process, which counts retries, is killed first.
-    campaign(fleet, undisturbed, FAULTS, routed=True, seed=26)
+    campaign(fleet, undisturbed, FAULTS, routed=False, seed=26)
 
 
 @pytest.fixture(scope="module")
