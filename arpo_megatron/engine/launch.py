@@ -364,8 +364,10 @@ def _environment(scratch: Path, placement: Placement, engine: EngineConfig, host
     # Half of the cores for the schedulers, which decode; the rest for servers, detokenizers and the trainer.
     ranks = engine.replicas * engine.tensor
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * ranks))))
-    # If this process is a trainer rank, its rendezvous is not the engine's.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    # If this process is a trainer rank, its rendezvous is not the engine's. A second server, of gRPC, would answer
+    # without the job's token.
+    rendezvous = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*rendezvous, "SGLANG_GRPC_PORT"):
         environment.pop(name, None)
     return environment
 

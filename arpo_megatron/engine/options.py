@@ -13,6 +13,8 @@ _ONE_NODE = "an engine runs on one node"
 _SERVER = "the clients reach one HTTP server, which checks the token and holds the gate of a push"
 _SHARDS = "a weight push knows tensor and expert parallelism only"
 _WEIGHTS = "a weight push writes to parameters on the device"
+_CODE = "the engine runs no code of others, which could change what it samples"
+_STORE = "a push could not empty it, and new weights would read the keys and values of old ones"
 _EXPERTS = "a weight push expects each expert once, where engine.expert puts it"
 _NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
 REFUSED: Mapping[str, str] = {
@@ -20,16 +22,22 @@ REFUSED: Mapping[str, str] = {
     "pp_size": "a weight push reaches tensor-parallel ranks only",
     "disaggregation": "a tree's prefixes must stay in the cache of the engine that decodes",
     "page_size": "trajectories fork at any token, so a page holds one",
-    "disable_radix_cache": "the branches of a tree share their prefixes through it",
+    "allow_auto_truncate": "a tree would be trained on a prompt that the engine has shortened",
+    "delete_ckpt_after_loading": "a restarted engine reads the model's files again",
+    **dict.fromkeys(
+        ("disable_radix_cache", "strip_thinking_cache"), "the branches of a tree share their prefixes through the cache"
+    ),
     "skip_tokenizer_init": "stop strings are searched in text",
     "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
-    "stream_interval": "each request sets its own",
+    **dict.fromkeys(("stream_interval", "preferred_sampling_params"), "each request sets its own"),
     "tokenizer_worker_num": "its processes would serve without the check of tokens and without the gate of a push",
     **dict.fromkeys(("dp_size", "enable_dp_"), _REPLICAS),
     **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), _ONE_NODE),
     "json_model_override_args": "trainer and engine read one config of the model",
-    **dict.fromkeys(("cpu_offload_gb", "offload_", "custom_weight_loader"), _WEIGHTS),
-    **dict.fromkeys(("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key"), _SERVER),
+    **dict.fromkeys(("custom_", "enable_custom_logit_processor", "forward_hooks", "trust_remote_code"), _CODE),
+    **dict.fromkeys(("hicache_storage", "enable_lmcache", "enable_flexkv", "radix_cache_backend"), _STORE),
+    **dict.fromkeys(("cpu_offload_gb", "offload_", "enable_lora", "lora_paths", "weight_cache"), _WEIGHTS),
+    **dict.fromkeys(("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key", "kv_events_config"), _SERVER),
     **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join"), _SHARDS),
     **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "init_expert_location"), _EXPERTS),
     **dict.fromkeys(("enable_symm_mem", "enable_nccl_nvls", "dcp_size"), _NCCL),
@@ -45,14 +53,18 @@ OWN_KEYS: Mapping[str, str] = {
     "attention_backend": "engine.attention_backend",
     "quantization": "engine.quantization",
     "enable_deterministic_inference": "engine.deterministic",
+    **dict.fromkeys(("quantize_and_serve", "modelopt_quant", "rl_quant_profile"), "engine.quantization"),
     "dtype": "model.dtype",
+    "context_length": "model.max_length",
+    "tokenizer_path": "model.path",
     "enable_fp32_lm_head": "model.fp32_head",
     "random_seed": "seed",
     "enable_priority_scheduling": "rollout.priority",
     "disable_priority_preemption": "rollout.priority",
     "default_priority_value": "rollout.priority",
     "schedule_low_priority_values_first": "rollout.priority",
-    **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format", "device"), ""),
+    **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format"), ""),
+    **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step"), ""),
 }
 """Options with a key of their own; "": the launcher sets them."""
 

@@ -15,7 +15,7 @@ from arpo_megatron.engine.server import checksums, gate, receive
 from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, TensorType
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION
 from arpo_megatron.hardware.environment import trainer_environment
-from arpo_megatron.hardware.placement import Placement
+from arpo_megatron.hardware.placement import ON_CPU, Placement
 
 
 class Model(nn.Module):
@@ -43,6 +43,12 @@ def test_checksums_use_the_runners_model() -> None:
     action = CHECKSUM_ACTION + json.dumps({"head": TensorType((4, 4), "float32").as_json()})
     answer = checksums._handle(lambda *_: None, checker, action)
     assert json.loads(answer["checksums"]["head"])
+
+
+def test_engine_starts_no_second_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would answer without the token. SGLang reads its port from the environment, too."""
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "4711")
+    assert "SGLANG_GRPC_PORT" not in launch._environment(tmp_path, ON_CPU, EngineConfig(), "127.0.0.1")
 
 
 def test_model_runner_takes_part_in_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from arpo_megatron.engine import options
-from arpo_megatron.engine.options import age_options, extra_options, known_options
+from arpo_megatron.engine.options import OWN_KEYS, REFUSED, age_options, extra_options, known_options
 from arpo_megatron.errors import UserError
 
 
@@ -15,6 +15,13 @@ def test_options_become_arguments() -> None:
         "chunked-prefill-size": 4096,
     }
     assert {"ep_size", "nnodes", "tokenizer_worker_num", "cpu_offload_gb"} <= known_options()
+
+
+def test_refused_options_are_those_of_the_installed_version() -> None:
+    """A name with a typo would refuse nothing."""
+    known = known_options()
+    assert all(any(name.startswith(start) for name in known) for start in REFUSED)
+    assert {name for name in OWN_KEYS if name not in known} <= {"tensor_parallel_size"}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,18 @@ def test_options_become_arguments() -> None:
         ("ssl_certfile", "is not possible: the clients reach one HTTP server"),
         ("attn_cp_size", "a weight push knows tensor and expert parallelism only"),
         ("offload_group_size", "a weight push writes to parameters on the device"),
+        ("allow_auto_truncate", "a prompt that the engine has shortened"),
+        ("preferred_sampling_params", "is not possible: each request sets its own"),
+        ("forward_hooks", "is not possible: the engine runs no code of others"),
+        ("custom_sigquit_handler", "is not possible: the engine runs no code of others"),
+        ("enable-custom-logit-processor", "is not possible: the engine runs no code of others"),
+        ("hicache_storage_backend", "new weights would read the keys and values of old ones"),
+        ("enable_lora", "a weight push writes to parameters on the device"),
+        ("kv_events_config", "is not possible: the clients reach one HTTP server"),
+        ("delete_ckpt_after_loading", "a restarted engine reads the model's files again"),
+        ("context_length", "set model.max_length instead"),
+        ("modelopt_quant", "set engine.quantization instead"),
+        ("base_gpu_id", "the launcher sets it"),
         ("ep_size", "set engine.expert instead"),
         ("tp_size", "set engine.tensor instead"),
         ("enable_fp32_lm_head", "set model.fp32_head instead"),
