@@ -287,10 +287,12 @@ def plan_command(
         raise UserError("--measured plans with the run's own config: leave out --config")
     file = config if run is None else run.config
     job = resolve_on_nodes(recipe, nodes, hardware.gpus, file=file, overrides=overrides or ())
+    if simulate and job.sft_only:
+        raise UserError(f"--simulate: {job.name} only does supervised training, which has no rollouts: leave it out")
     found = plan(job, hardware, nodes)
     taken = None if run is None else measured_seconds(run, sft=found.config.sft_only)
     others = search_layouts(found.config, hardware) if search else None
-    rollouts = recommend(found) if simulate and not found.config.sft_only else None
+    rollouts = recommend(found) if simulate else None
     if as_json:
         simulated = rollouts.to_dict() if rollouts else {}
         steps = {} if taken is None else {"measured_seconds_by_phase": taken}

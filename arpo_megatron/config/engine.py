@@ -44,7 +44,8 @@ class EngineConfig:
     startup_timeout_s: PositiveFloat = 300.0
     """Seconds until an engine must pass its health check after the start."""
     request_timeout_s: PositiveFloat = 600.0
-    """Deadline of one generation in seconds."""
+    """Deadline of one generation in seconds. If the engine streams, it starts with the first token; before that, an
+    accepted request may wait 10 times as long, for it may be in the engine's queue."""
     hang_timeout_s: PositiveFloat = 120.0
     """A service (engine, tools, rollout process) that does not answer its probe for this many seconds is restarted. The
     value must exceed the longest pause of a healthy service: a bucket of a weight push, the compilation of a kernel."""

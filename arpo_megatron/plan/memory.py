@@ -32,6 +32,9 @@ STATIC = ("weights", "gradients", "optimizer", "fp8_copies")
 """Parts that stay on a trainer rank's GPU during rollouts."""
 Parts = dict[str, float]
 
+_KV_VALUE_BYTES: dict[object, int] = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
+"""Bytes of a key's or value's element by `engine.options.kv_cache_dtype`; of others, those of the model's dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -241,7 +244,9 @@ def engine_weights(config: JobConfig, spec: ModelSpec) -> float:
 def kv_bytes(config: JobConfig, spec: ModelSpec) -> float:
     """Return the KV cache's bytes per token on one GPU of an engine. GPUs beyond the number of KV heads hold copies."""
     heads = max(1.0, spec.kv_heads / config.engine.tensor)
-    return 2.0 * spec.layers * heads * spec.head_dim * value_bytes(config)
+    options = {name.replace("-", "_"): value for name, value in config.engine.options.items()}
+    value = _KV_VALUE_BYTES.get(options.get("kv_cache_dtype"), value_bytes(config))
+    return 2.0 * spec.layers * heads * spec.head_dim * value
 
 
 def _engine(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> tuple[Parts, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -88,6 +89,8 @@ class AdmissionGate:
             tokens = sum(each.tokens for _, each in capacities) / len(capacities)
             rebuild_s = tokens * await self._prefill_s(int(tokens))
         else:
+            why = "an engine does not report its KV pool (/server_info), or none is up"
+            print(f"{why}: all paths are admitted at once", file=sys.stderr, flush=True)
             capacities = [("", _UNLIMITED)]
         self.urls = [url for url, _ in capacities]
         self.admission.set_capacities(

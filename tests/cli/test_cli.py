@@ -71,6 +71,7 @@ FP8 = ["engine.quantization=fp8", "model.dtype=bfloat16"]
         (["plan", "deepsearch_14b", "--gpu", "h300"], "unknown GPU 'h300'; known: h100-80, h200, a100-80, l40s"),
         (["plan", "deepsearch_14b", "--nodes", "5", "parallel.tensor=16"], "cannot be divided"),
         (["plan", "deepsearch_14b", "model.hub_id=some/model"], "sizes are not known without its files"),
+        (["plan", "sft_7b", "--simulate"], "only does supervised training, which has no rollouts"),
         (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["sft", "reasoning_tiny", "data.path=x"], "sft.steps"),
         (["sft", "reasoning_tiny", "sft.steps=3"], "needs sft.data=FILE"),

@@ -334,6 +334,15 @@ def test_saves_lending_and_start_are_counted() -> None:
     assert found.gpu_hours == pytest.approx(hours)
 
 
+def test_keys_and_values_in_fp8_are_half_as_large() -> None:
+    half, same = (
+        plan(resolve.resolve("deepsearch_14b", overrides=[f"engine.options={{{name}: {dtype}}}"]), H100)
+        for name, dtype in (("kv-cache-dtype", "fp8_e4m3"), ("kv_cache_dtype", "bfloat16"))
+    )
+    assert half.memory.kv_tokens == pytest.approx(2 * same.memory.kv_tokens, abs=1)
+    assert same.memory.kv_tokens == plan(resolve.resolve("deepsearch_14b"), H100).memory.kv_tokens
+
+
 def test_sft_plan_has_no_engines() -> None:
     job = resolve.resolve("sft_7b")
     found, layouts = plan(job, H100), search(job, H100)

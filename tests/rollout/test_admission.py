@@ -322,6 +322,18 @@ def test_each_request_that_finds_less_in_the_cache_counts_as_evicted(scripted_en
     assert report.stats.counts.tokens_recomputed > 40 * later, "the prompt at least"
 
 
+def test_admission_without_a_limit_is_logged(scripted_engine: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run(capacity: EngineCapacity | None) -> None:
+        engine = scripted_engine(ScriptedEngine(lambda _text: "", capacity=capacity))
+        async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
+            await gate.opened()
+
+    asyncio.run(run(EngineCapacity(8000, 4)))
+    assert not capsys.readouterr().err
+    asyncio.run(run(None))
+    assert "all paths are admitted at once" in capsys.readouterr().err
+
+
 def test_timed_prefixes_are_tokens_of_the_vocabulary(scripted_engine: Start) -> None:
     """An engine that gets an id beyond its embedding dies."""
 
