@@ -198,7 +198,7 @@ class Controller:
             totals: sums over all steps.
         """
         step = self.collector.end_step()
-        for name, value in rollout_counters(step).items():
+        for name, value in rollout_counters(step, self.session.config).items():
             totals[name] = totals.get(name, 0) + value
         missing = self.tree_log.store(step.step + 1, [*trained, *step.left_out], self.decode, values)
         totals["trees_not_stored"] = int(totals.get("trees_not_stored", 0)) + missing

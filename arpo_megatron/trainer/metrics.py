@@ -31,7 +31,7 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, config:
     Trees that hold replayed trajectories only are left out.
     """
     sampled = [item for item in trained if item.sampled]
-    counters, success_threshold = rollout_counters(step), config.reward.success_threshold
+    counters, success_threshold = rollout_counters(step, config), config.reward.success_threshold
     longest_s = max((stats.counts.longest_request_s for stats in step.stats), default=0.0)
     return {
         **reward_metrics(sampled, success_threshold),
@@ -45,8 +45,7 @@ def rollout_metrics(trained: Sequence[ScoredTree], step: StepInProgress, config:
         "predicted_cached_share": counters["predicted_cached_tokens"] / max(1, counters["predicted_prompt_tokens"]),
         "tool_cache_hits": counters["tool_calls_cached"] / max(1, counters["tool_calls_executed"]),
         "tokens_per_s": tokens_per_second(step.stats),
-        "trees_running_max": max((stats.trees_running for stats in step.stats), default=0),
-        "trees_waiting_max": max((stats.trees_waiting for stats in step.stats), default=0),
+        **(_admission_maxima(step) if config.rollout.admission == "kv" else {}),
         "longest_request_s": longest_s,
         "deadline_headroom_s": config.engine.request_timeout_s - longest_s,
         **counters,
@@ -60,11 +59,13 @@ def groups_solved(scored: Sequence[ScoredTree], success_threshold: float) -> int
     return sum(bool((item.accuracies > success_threshold).all()) for item in counted)
 
 
-def rollout_counters(step: StepInProgress) -> dict[str, float]:
-    """Return the counters of a step that add up over steps."""
+def rollout_counters(step: StepInProgress, config: JobConfig) -> dict[str, float]:
+    """Return the counters of a step that add up over steps; those of admission only if there is one."""
     total: Counter[str] = Counter()
     for stats in step.stats:
         total.update(_collection_counters(stats))
+        if config.rollout.admission == "kv":
+            total.update(_admission_counters(stats))
     return {**total, **{f"dropped/{reason}": step.dropped[reason] for reason in DROPS}}
 
 
@@ -83,10 +84,6 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "tool_calls_failed": stats.counts.calls_failed,
         "tool_calls_inherited": stats.totals.calls_inherited,
         "requests_repeated": stats.counts.retries,
-        "tokens_recomputed": stats.counts.tokens_recomputed,
-        "paths_evicted": stats.counts.evicted,
-        "paths_suspended": stats.counts.suspended,
-        "admission_s": stats.counts.admission_s,
         "tokens_sampled": stats.counts.tokens_sampled,
         "prompt_tokens": stats.counts.prompt_tokens,
         "cached_tokens": stats.counts.cached_tokens,
@@ -96,6 +93,23 @@ def _collection_counters(stats: RolloutStats) -> dict[str, float]:
         "unique_tokens": stats.totals.unique_tokens,
         "flat_tokens": stats.totals.flat_tokens,
         "given_tokens": stats.totals.given_tokens,
+    }
+
+
+def _admission_maxima(step: StepInProgress) -> dict[str, float]:
+    return {
+        "trees_running_max": max((stats.trees_running for stats in step.stats), default=0),
+        "trees_waiting_max": max((stats.trees_waiting for stats in step.stats), default=0),
+    }
+
+
+def _admission_counters(stats: RolloutStats) -> dict[str, float]:
+    """Return what only admission counts: without it these counts are 0, also if the engines evict the most."""
+    return {
+        "tokens_recomputed": stats.counts.tokens_recomputed,
+        "paths_evicted": stats.counts.evicted,
+        "paths_suspended": stats.counts.suspended,
+        "admission_s": stats.counts.admission_s,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from arpo_megatron.actor.update_stats import PolicyStats, UpdateStats
 from arpo_megatron.algorithms.branching import GrpoPolicy
 from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.config import EngineConfig, JobConfig
+from arpo_megatron.config import EngineConfig, JobConfig, RolloutConfig
 from arpo_megatron.packing.packs import pack_trees
 from arpo_megatron.rewards.scored_tree import ScoredTree
 from arpo_megatron.rollout.accounting import RolloutCounts, TreeStats, rollout_stats
@@ -69,6 +69,19 @@ def test_pressure_on_the_engines_is_reported_over_all_collections_of_a_step() ->
     found = rollout_metrics([item], StepInProgress(1, stats=stats), config)
     assert (found["trees_running_max"], found["trees_waiting_max"], found["paths_evicted"]) == (4, 5, 3)
     assert (found["longest_request_s"], found["deadline_headroom_s"]) == (40.0, 60.0)
+
+
+def test_metrics_of_admission_are_absent_without_it() -> None:
+    """Zeros would read as an engine that evicts nothing."""
+    counted = {"trees_running_max", "trees_waiting_max", "paths_evicted", "tokens_recomputed"}
+    counted |= {"paths_suspended", "admission_s"}
+    step = StepInProgress(1, stats=[rollout_stats([], RolloutCounts(), [], failed=0, seconds=1.0)])
+    item = ScoredTree(
+        Task("task", (), "", "math", ""), sampled_batch(1)[0].trees[0], np.zeros(2), np.zeros(2), np.zeros(2, bool)
+    )
+    for admission in ("kv", "all"):
+        found = rollout_metrics([item], step, JobConfig("test", rollout=RolloutConfig(admission=admission)))
+        assert counted & found.keys() == (counted if admission == "kv" else set())
 
 
 def test_sampling_gap_covers_tokens_of_the_present_version() -> None:
