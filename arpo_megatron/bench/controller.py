@@ -23,7 +23,7 @@ from arpo_megatron.algorithms.branching import make_branch_policy
 from arpo_megatron.bench.memory import highest, resident
 from arpo_megatron.bench.pools import PURPOSE, new_pool, start
 from arpo_megatron.bench.simulated_tools import LATENCIES, SimulatedTools
-from arpo_megatron.bench.stub_engine import FAILURES, StubSettings, command
+from arpo_megatron.bench.stub_engine import FAILURES, StubSettings, launch_stub
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
@@ -118,7 +118,7 @@ async def run_controller(model: Path, trees: int, failure_share: float, **settin
     rollout = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
     stub = StubSettings(call=codec.vocabulary_size - 1, failure_share=failure_share, **settings)
     with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(_stub(StubSettings(**{**asdict(stub), "seed": n}))) for n in range(ENGINES)]
+        urls = [stack.enter_context(launch_stub(StubSettings(**{**asdict(stub), "seed": n}))) for n in range(ENGINES)]
         callbacks = stack.enter_context(_timed_callbacks())
         async with (
             EngineClient(*urls, streams=True, request_timeout_s=DEADLINE_S) as client,
@@ -165,16 +165,6 @@ def _row(
         kb_per_trajectory=memory / 1e3 / max(1, trajectories),
         lost=tuple(sorted({failed.reason for failed in report.failed})),
     )
-
-
-@contextlib.contextmanager
-def _stub(settings: StubSettings) -> Iterator[str]:
-    with subprocess.Popen(command(settings), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
 
 
 @contextlib.contextmanager

@@ -7,8 +7,11 @@ in a given share of them. It prints its port, serves until it is killed, and cou
 import asyncio
 import json
 import random
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,7 +38,7 @@ class StubSettings:
     tokens: int = 2**40
     """Size of the KV pool that it reports."""
     requests: int = 1024
-    """Most running requests that it reports."""
+    """Most running requests; others wait in the order of their arrival."""
     failure_share: float = 0.0
     """Share of the requests with each kind of failure. The repeat of a request does not fail."""
     seed: int = 0
@@ -47,6 +50,7 @@ class StubEngine:
     def __init__(self, settings: StubSettings) -> None:
         self._settings = settings
         self._draw = random.Random(settings.seed)
+        self._slots = asyncio.Semaphore(settings.requests)
         self._info = orjson.dumps(
             {"max_total_num_tokens": settings.tokens, "max_running_requests": settings.requests, "weight_version": "0"}
         )
@@ -65,13 +69,13 @@ class StubEngine:
                     self._reply(writer, orjson.dumps(self.counts))
                 elif path != b"/generate":
                     self._reply(writer, self._info)
-                elif not await self._generate(writer, body):
+                elif not await self._generate(reader, writer, body):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         writer.close()
 
-    async def _generate(self, writer: asyncio.StreamWriter, content: bytes) -> bool:
+    async def _generate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, content: bytes) -> bool:
         """Answer a generation; return whether the connection stays open."""
         settings, body = self._settings, orjson.loads(content)
         number = int(self._draw.random() / settings.failure_share) if settings.failure_share else len(FAILURES)
@@ -81,26 +85,34 @@ class StubEngine:
         if fails:
             self._failed.add(content)
             self.counts[fails] += 1
-        parameters = body["sampling_params"]
+        if fails not in ("", "cut", "abort"):
+            await asyncio.sleep(3600.0 if fails == "hang" else settings.answer_s)
+            return self._fail(writer, fails)
+        if body.get("stream"):
+            writer.write(_HEAD % (200, b"transfer-encoding: chunked\r\ncontent-type: text/event-stream"))
+        async with self._slots:
+            if reader.at_eof():  # the client has given it up
+                return False
+            return await self._run(writer, body, fails)
+
+    def _fail(self, writer: asyncio.StreamWriter, fails: str) -> bool:
+        if fails.startswith("http"):
+            self._reply(writer, b"{}", status=int(fails[5:]))
+        elif fails == "garbage":
+            self._reply(writer, b'{"output_ids": [1, 2')
+        return fails not in ("reset", "hang")
+
+    async def _run(self, writer: asyncio.StreamWriter, body: dict[str, Any], fails: str) -> bool:
+        """Answer a request that runs; the head of a streamed answer has been sent."""
+        settings, parameters = self._settings, body["sampling_params"]
         count = min(parameters["max_new_tokens"], settings.segment)
         if count:
             await asyncio.sleep(settings.answer_s)
-        if fails == "hang":
-            await asyncio.sleep(3600.0)
-        if fails == "reset":
-            return False
-        if fails.startswith("http"):
-            self._reply(writer, b"{}", status=int(fails[5:]))
-            return True
-        if fails == "garbage":
-            self._reply(writer, b'{"output_ids": [1, 2')
-            return True
         answer = self._answer(body, count, aborted=fails == "abort")
         if not body.get("stream"):
             self._reply(writer, orjson.dumps(answer))
             return fails != "cut"
         first = parameters["stream_interval"] + 1
-        writer.write(_HEAD % (200, b"transfer-encoding: chunked\r\ncontent-type: text/event-stream"))
         if first < count or fails == "cut":
             part = self._answer(body, min(first, count), aborted=False)
             part["meta_info"]["finish_reason"] = None
@@ -148,9 +160,16 @@ async def _main(settings: StubSettings) -> None:
     await server.serve_forever()
 
 
-def command(settings: StubSettings) -> list[str]:
-    """Return the command line that starts it."""
-    return [sys.executable, "-m", __name__, json.dumps(asdict(settings))]
+@contextmanager
+def launch_stub(settings: StubSettings) -> Iterator[str]:
+    """Run a stub engine in a process of its own; yield its URL."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(settings))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":
