@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -28,43 +27,17 @@ from arpo_megatron.rollout.messages import CollectTrees, RolloutSettings, Servic
 from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.tasks.base import Task
 from arpo_megatron.tree import Role, RolloutTree
+from tests.engine.mixtures import SHAPE, write_mixture
 from tests.rollout.launched import launched_rollouts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
 
-SHAPE = ExpertRouteSpec(layers=3, top_k=2)
 ENGINE = EngineConfig(max_total_tokens=32768, memory_fraction=0.1, max_running_requests=32, startup_timeout_s=120)
-
-
-def make(folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> Path:
-    """A random Qwen3-MoE with the tokenizer of another model."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(0)
-    defaults = {
-        "vocab_size": 28,
-        "hidden_size": 64,
-        "moe_intermediate_size": 48,
-        "num_experts": 8,
-        "num_experts_per_tok": SHAPE.top_k,
-        "num_hidden_layers": SHAPE.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": 0,
-    }
-    config = Qwen3MoeConfig(**defaults | sizes, norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.1)
-    Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("moe") / "model", tiny_model)
+    return write_mixture(tmp_path_factory.mktemp("moe") / "model", tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +176,7 @@ async def sample(url: str, spec: ExpertRouteSpec, count: int) -> list[RolloutTre
 def test_replay_narrows_the_gap_to_the_engine_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     spec = ExpertRouteSpec(layers=6, top_k=4)
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "hidden_size": 128, "head_dim": 32}
-    path = make(tmp_path / "model", tiny_model, torch.bfloat16, **sizes)
+    path = write_mixture(tmp_path / "model", tiny_model, "bfloat16", **sizes)
     with launch_engine(path, ENGINE, dtype="bfloat16", seed=1, log_path=tmp_path / "log", expert_routes=True) as handle:
         trees = asyncio.run(sample(handle.url, spec, 48))
     config = JobConfig(name="test", model=ModelConfig(path=path, dtype="bfloat16"))
