@@ -65,6 +65,39 @@ def pack(
 
 @app.command()
 @with_dry_run
+def pipeline(
+    mix: Annotated[MixName, typer.Option(help="Family of trees.")] = MixName.REASONING,
+    trees: Annotated[list[int] | None, typer.Option(min=1, help="Trees per batch, may be repeated.")] = None,
+    token_budget: Annotated[list[int] | None, typer.Option(min=256, help="Tokens per pack, may be repeated.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time per row; each side is timed at least once, alternating.")
+    ] = 15.0,
+    json_only: Annotated[bool, typer.Option("--json", help="Print no table on standard error.")] = False,
+) -> None:
+    """Compare groups of whole trees with packs that repeat ancestors in a pipeline of two stages."""
+    os.environ.update(CPU_ENVIRONMENT)
+    from arpo_megatron.actor.parallel import silence_import_warnings
+
+    silence_import_warnings()
+    from arpo_megatron.bench.pipeline import bench_pipeline
+    from arpo_megatron.plan.synthetic_trees import MIXES
+
+    results = bench_pipeline(MIXES[mix.value], trees or [1, 4], token_budget or [3072, 8192], seconds=seconds)
+    if not json_only:
+        for row in results["rows"]:
+            figures = [
+                f"{side} {row[side]['seconds']:.2f} s ({row[side]['repeated_share']:.0%} repeated)"
+                for side in ("whole", "repeating")
+            ]
+            ratios = f"repeating over whole {row['repeating_over_whole']:.2f}, planned {row['planned']:.2f}"
+            print(
+                f"trees {row['trees']}, packs of {row['token_budget']}: {', '.join(figures)}: {ratios}", file=sys.stderr
+            )
+    _answer("pipeline", {"mix": mix.value, **results})
+
+
+@app.command()
+@with_dry_run
 def rollout(
     full: Annotated[
         bool,
