@@ -45,7 +45,8 @@ class RecordedAnswer:
 class FirstTokens:
     """The first tokens of a generation, on which a branching decision was based while the engine sampled the rest.
 
-    The whole generation replaces them. If it never comes, another request continues after them.
+    The whole generation replaces them. If it never comes, they are recorded again as a generation, and another request
+    continues after them.
     """
 
     generation: Generation

@@ -108,6 +108,8 @@ class TreeClient:
         recorded = self.recorded(node)
         if len(previous) < len(recorded):
             generation = recorded[len(previous)]
+            if generation is self._record.first.get(node.key):
+                self._keep(node.key, generation)  # the request that continues after them must not replace them
             self._count(generation)
             self.counts.tokens_recorded += len(generation.token_ids)
             self._context.on_tokens(len(generation.token_ids))
@@ -151,9 +153,7 @@ class TreeClient:
     def _report_first(self, node: Node, call: Callable[[Generation], None], first: Generation) -> None:
         """Record first tokens, then act on them: siblings must not be recorded before what they follow from."""
         self.prefixes.mark_cached(node)
-        answer, seconds = FirstTokens(first), self.age_s
-        self._record.add(node.key, answer, seconds)
-        self._write(encode_entry(node.key, answer, seconds))
+        self._keep(node.key, FirstTokens(first))
         call(first)
 
     def add_path(self, node: Node) -> None:
@@ -315,8 +315,11 @@ class TreeClient:
         self._add((), Prefill(*await engine.prefill(prefix, key=key, on_retry=self._count_retry)))
 
     def _add(self, key: PathKey, answer: Answer) -> None:
-        seconds = self.age_s
         self._count(answer)
+        self._keep(key, answer)
+
+    def _keep(self, key: PathKey, answer: Answer | FirstTokens) -> None:
+        seconds = self.age_s
         self._record.add(key, answer, seconds)
         self._write(encode_entry(key, answer, seconds))
 

@@ -80,8 +80,10 @@ def test_tree_continues_from_every_point_of_its_record(scripted_engine: Start, s
     engine = scripted_engine(seeded())
     expected, _ = grow(engine.url, sandbox_url, POLICY, streams=True, record=entries.append)
     for known in range(0, len(entries) + 1, 4):
-        tree, _ = grow(engine.url, sandbox_url, POLICY, streams=True, entries=entries[:known])
+        whole = entries[:known]
+        tree, _ = grow(engine.url, sandbox_url, POLICY, streams=True, entries=entries[:known], record=whole.append)
         assert content(tree) == content(expected)
-    asked = len(engine.requests)
-    grow(engine.url, sandbox_url, POLICY, streams=True, entries=entries)
-    assert len(engine.requests) == asked
+        asked = len(engine.requests)
+        again, _ = grow(engine.url, sandbox_url, POLICY, streams=True, entries=whole)
+        assert content(again) == content(expected), "first tokens after which another request continued"
+        assert len(engine.requests) == asked
