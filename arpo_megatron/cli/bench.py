@@ -67,8 +67,12 @@ def pack(
 @with_dry_run
 def pipeline(
     mix: Annotated[MixName, typer.Option(help="Family of trees.")] = MixName.REASONING,
-    trees: Annotated[list[int] | None, typer.Option(min=1, help="Trees per batch, may be repeated.")] = None,
-    token_budget: Annotated[list[int] | None, typer.Option(min=256, help="Tokens per pack, may be repeated.")] = None,
+    trees: Annotated[
+        list[int] | None, typer.Option(min=1, help="Trees per batch, may be repeated; default: 1 and 4.")
+    ] = None,
+    token_budget: Annotated[
+        list[int] | None, typer.Option(min=256, help="Tokens per pack, may be repeated; default: 3072 and 8192.")
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Time per row; each side is timed at least once, alternating.")
     ] = 15.0,
