@@ -12,6 +12,8 @@ from arpo_megatron.config import JobConfig, ParallelConfig, RecomputedModule
 Variant = dict[str, object]
 """Values by dotted config key, which `RECIPE+variant` applies to the recipe."""
 
+Recompute = Literal["none", "full"] | tuple[RecomputedModule, ...]
+"""Layers, or the modules of layers, that are computed again in the backward pass."""
 
 _MODULES = ParallelConfig().recompute_modules
 
@@ -34,8 +36,8 @@ class RecipeLayout:
     """Context-parallel ranks."""
     expert: int = 1
     """Expert-parallel ranks."""
-    recompute: Literal["none", "full"] | tuple[RecomputedModule, ...] = "full"
-    """Layers, or the modules of layers, that are computed again in the backward pass."""
+    recompute: Recompute = "full"
+    """Layers or modules that are computed again in the backward pass."""
     layers: int | None = None
     """Number of layers of each chunk that `full` computes again; None: all."""
     token_budget: int = 16384
@@ -63,9 +65,7 @@ class RecipeLayout:
             "parallel.virtual_pipeline": self.virtual_pipeline,
             "parallel.context": self.context,
             "parallel.expert": self.expert,
-            "parallel.recompute": self.recompute if isinstance(self.recompute, str) else "selective",
-            "parallel.recompute_layers": self.layers,
-            "parallel.recompute_modules": _MODULES if isinstance(self.recompute, str) else self.recompute,
+            **_recomputation(self.recompute, self.layers),
             "train.token_budget": self.token_budget,
             "train.group_tokens": self.group_tokens,
             "engine.tensor": self.engine,
@@ -90,20 +90,47 @@ class RecipeLayout:
         return replace(job, **changed)
 
 
-def variants(layouts: Mapping[str, RecipeLayout]) -> dict[str, Variant]:
-    """Return the overrides of each layout, by its name."""
-    return {name: layout.variant() for name, layout in layouts.items()}
+@dataclass(frozen=True, slots=True)
+class Fp8Layout:
+    """The values of a layout that differ with FP8, whose copies of the weights stay on the GPU."""
+
+    recompute: Recompute = "full"
+    """Layers or modules that are computed again in the backward pass."""
+    layers: int | None = None
+    """Number of layers of each chunk that `full` computes again; None: all."""
+    memory_fraction: float = 0.3
+    """Share of a GPU for the engine's weights and KV pool."""
+
+    def variant(self) -> Variant:
+        """Return all of its keys."""
+        return {**_recomputation(self.recompute, self.layers), "engine.memory_fraction": self.memory_fraction}
 
 
-FP8: Variant = {
-    "model.fp8": "blockwise",
-    "model.bf16_edge_layers": 1,
-    "engine.memory_fraction": 0.3,
-    "parallel.recompute": "full",
-    "parallel.recompute_layers": None,
-}
-"""The trainer's matrix products in FP8 with a scale for 128 features of a token; first and last layer in bfloat16. The
-copies of the weights in FP8 stay on the GPU, so engines get less of it, and all layers are recomputed."""
+def _recomputation(recompute: Recompute, layers: int | None) -> Variant:
+    return {
+        "parallel.recompute": recompute if isinstance(recompute, str) else "selective",
+        "parallel.recompute_layers": layers,
+        "parallel.recompute_modules": _MODULES if isinstance(recompute, str) else recompute,
+    }
+
+
+def variants(layouts: Mapping[str, RecipeLayout], fp8: Mapping[str, Fp8Layout], own: str) -> dict[str, Variant]:
+    """Return the overrides of each layout by its name, and those of FP8 in the recipe's own layout and in the others.
+
+    With FP8 the trainer's matrix products have a scale for 128 features of a token. First and last layer are bfloat16.
+
+    Args:
+        layouts: layouts of a recipe.
+        fp8: their values with FP8. A layout that is not among them recomputes all layers.
+        own: the layout that the recipe has without a variant.
+    """
+    fitted = {name: fp8.get(name, Fp8Layout()).variant() for name in layouts}
+    return {
+        **{name: layout.variant() for name, layout in layouts.items()},
+        "fp8": {"model.fp8": "blockwise", "model.bf16_edge_layers": 1, **fitted[own]},
+        **{f"{name}+fp8": values for name, values in fitted.items()},
+    }
+
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
 """Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects."""

@@ -8,7 +8,7 @@ Model: Qwen/Qwen3-14B, after its cold start (sft_qwen3_14b). Data: dongguanting/
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=4, data=2, layers=36, token_budget=8192, engine=8),
@@ -22,7 +22,14 @@ LAYOUTS = {
         tensor=4, data=4, layers=32, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True
     ),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "2nodes": Fp8Layout(layers=33),
+    "4nodes": Fp8Layout(layers=32, memory_fraction=0.4),
+    "16nodes": Fp8Layout(recompute="none", memory_fraction=0.6),
+    "h200": Fp8Layout(layers=36),
+    "split": Fp8Layout(layers=33, memory_fraction=0.85),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "2nodes"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

@@ -8,7 +8,7 @@ Model: Qwen/Qwen3-32B. Data: dongguanting/ARPO-RL-DeepSearch-1K.
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=8, layers=49, token_budget=8192, engine=8, memory_fraction=0.5, offload=True),
@@ -29,7 +29,14 @@ LAYOUTS = {
         split=True,
     ),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "1node": Fp8Layout(layers=50, memory_fraction=0.4),
+    "2nodes": Fp8Layout(layers=50, memory_fraction=0.4),
+    "4nodes": Fp8Layout(layers=55),
+    "16nodes": Fp8Layout(layers=36, memory_fraction=0.4),
+    "split": Fp8Layout(layers=17, memory_fraction=0.85),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "4nodes"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

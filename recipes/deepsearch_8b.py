@@ -8,7 +8,7 @@ Model: Qwen/Qwen3-8B, after its cold start (sft_qwen3_8b). Data: dongguanting/AR
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=2, data=4, token_budget=8192, engine=4, memory_fraction=0.4),
@@ -20,7 +20,13 @@ LAYOUTS = {
         tensor=2, data=8, layers=35, token_budget=8192, engine=8, engines=2, memory_fraction=0.85, split=True
     ),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "2nodes": Fp8Layout(memory_fraction=0.4),
+    "4nodes": Fp8Layout(memory_fraction=0.4),
+    "16nodes": Fp8Layout(layers=15, memory_fraction=0.7),
+    "split": Fp8Layout(memory_fraction=0.85),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "1node"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

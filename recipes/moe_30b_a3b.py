@@ -11,7 +11,7 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(data=8, expert=8, layers=47, token_budget=8192, engine=4, memory_fraction=0.4, offload=True),
@@ -39,10 +39,14 @@ LAYOUTS = {
     "h200": RecipeLayout(gpu="h200", tensor=4, data=4, layers=26, token_budget=8192, engine=4, memory_fraction=0.4),
     "split": RecipeLayout(tensor=4, data=4, token_budget=8192, engine=4, engines=4, memory_fraction=0.85, split=True),
 }
+FP8_LAYOUTS = {
+    "1node": Fp8Layout(layers=47),
+    "2nodes": Fp8Layout(layers=14),
+    "4nodes": Fp8Layout(layers=5),
+}
 VARIANTS: dict[str, Variant] = {
-    **variants(LAYOUTS),
+    **variants(LAYOUTS, FP8_LAYOUTS, "4nodes"),
     **ARMS,
-    "fp8": FP8,
     # Four nodes. FP8 needs whole blocks of key/value heads and experts (768 wide) on each rank of an engine.
     "fp8_engine": {**replace(LAYOUTS["4nodes"], engine=4).variant(), **FP8_ENGINE, "engine.expert": 4},
 }

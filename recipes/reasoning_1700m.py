@@ -8,7 +8,7 @@ Model: Qwen/Qwen3-1.7B. Data: dongguanting/ARPO-RL-Reasoning-10K.
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1gpu": RecipeLayout(layers=23, token_budget=8192, memory_fraction=0.4),
@@ -17,7 +17,14 @@ LAYOUTS = {
     "1node": RecipeLayout(data=8, layers=20, token_budget=8192, engine=4, memory_fraction=0.6),
     "l40s": RecipeLayout(gpu="l40s", layers=25, token_budget=8192, memory_fraction=0.6, offload=True),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "1gpu": Fp8Layout(layers=23, memory_fraction=0.4),
+    "2gpus": Fp8Layout(layers=21, memory_fraction=0.5),
+    "4gpus": Fp8Layout(layers=20, memory_fraction=0.6),
+    "1node": Fp8Layout(layers=19, memory_fraction=0.6),
+    "l40s": Fp8Layout(layers=25, memory_fraction=0.5),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "1node"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

@@ -8,7 +8,7 @@ Model: Qwen/Qwen2.5-3B-Instruct, after its cold start (sft_3b). Data: dongguanti
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1gpu": RecipeLayout(layers=30, token_budget=8192, memory_fraction=0.6, offload=True),
@@ -29,7 +29,17 @@ LAYOUTS = {
     ),
     "h200": RecipeLayout(gpu="h200", data=8, layers=23, token_budget=8192, engine=2, memory_fraction=0.7),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "1gpu": Fp8Layout(layers=30, memory_fraction=0.5),
+    "2gpus": Fp8Layout(layers=34),
+    "4gpus": Fp8Layout(layers=32, memory_fraction=0.4),
+    "1node": Fp8Layout(layers=31, memory_fraction=0.5),
+    "2nodes": Fp8Layout(layers=31, memory_fraction=0.5),
+    "4nodes": Fp8Layout(layers=18, memory_fraction=0.6),
+    "16nodes": Fp8Layout(recompute="none", memory_fraction=0.7),
+    "h200": Fp8Layout(layers=21, memory_fraction=0.6),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "1node"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

@@ -8,7 +8,7 @@ Model: Qwen/Qwen2.5-7B-Instruct, after its cold start (sft_7b). Data: dongguanti
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
-from arpo_megatron.recipes._layouts import FP8, FP8_ENGINE, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=2, data=4, layers=24, token_budget=8192, engine=4, memory_fraction=0.4),
@@ -19,7 +19,14 @@ LAYOUTS = {
     ),
     "h200": RecipeLayout(gpu="h200", data=8, layers=24, token_budget=8192, engine=4, memory_fraction=0.4),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), **ARMS, "fp8": FP8, "fp8_engine": FP8_ENGINE}
+FP8_LAYOUTS = {
+    "1node": Fp8Layout(layers=24),
+    "2nodes": Fp8Layout(layers=23, memory_fraction=0.4),
+    "4nodes": Fp8Layout(layers=22, memory_fraction=0.4),
+    "16nodes": Fp8Layout(recompute="none", memory_fraction=0.6),
+    "h200": Fp8Layout(layers=24, memory_fraction=0.4),
+}
+VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "1node"), **ARMS, "fp8_engine": FP8_ENGINE}
 
 
 def recipe() -> JobConfig:

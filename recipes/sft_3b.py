@@ -7,7 +7,7 @@ Model: Qwen/Qwen2.5-3B-Instruct. Data: dongguanting/ARPO-SFT-54K as it is, or ot
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import sft as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(data=8, layers=6, token_budget=8192),
@@ -16,7 +16,14 @@ LAYOUTS = {
     "16nodes": RecipeLayout(tensor=2, data=16, pipeline=2, context=2, recompute="none"),
     "h200": RecipeLayout(gpu="h200", data=8, recompute="none", token_budget=8192),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
+FP8_LAYOUTS = {
+    "1node": Fp8Layout(layers=4),
+    "2nodes": Fp8Layout(recompute="none"),
+    "4nodes": Fp8Layout(recompute="none"),
+    "16nodes": Fp8Layout(recompute="none"),
+    "h200": Fp8Layout(recompute="none"),
+}
+VARIANTS: dict[str, Variant] = variants(LAYOUTS, FP8_LAYOUTS, "1node")
 
 
 def recipe() -> JobConfig:

@@ -7,7 +7,7 @@ Model: Qwen/Qwen3-8B. Data: dongguanting/ARPO-SFT-54K as it is, or other rows wi
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import sft as base
-from arpo_megatron.recipes._layouts import FP8, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import Fp8Layout, RecipeLayout, Variant, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(tensor=2, data=4, layers=9, token_budget=8192),
@@ -16,7 +16,14 @@ LAYOUTS = {
     "16nodes": RecipeLayout(tensor=8, data=16, recompute="none", token_budget=8192),
     "h200": RecipeLayout(gpu="h200", data=4, context=2, recompute="none", token_budget=8192),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS), "fp8": FP8}
+FP8_LAYOUTS = {
+    "1node": Fp8Layout(layers=11),
+    "2nodes": Fp8Layout(recompute="none"),
+    "4nodes": Fp8Layout(recompute="none"),
+    "16nodes": Fp8Layout(recompute="none"),
+    "h200": Fp8Layout(recompute="none"),
+}
+VARIANTS: dict[str, Variant] = variants(LAYOUTS, FP8_LAYOUTS, "1node")
 
 
 def recipe() -> JobConfig:

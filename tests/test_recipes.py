@@ -78,6 +78,15 @@ def test_variants_resolve_and_change_what_they_name(recipe: str) -> None:
                 assert value(job, f"{section}.{key}") == expected
 
 
+def test_fp8_takes_the_values_of_the_last_layout_in_any_order() -> None:
+    name = "reasoning_8b+2nodes+16nodes"
+    before, after, own = (
+        resolve.resolve(each) for each in (f"{name}+fp8", "reasoning_8b+fp8+16nodes", "reasoning_8b+fp8")
+    )
+    assert before == after and before.parallel.recompute == "none"
+    assert own == resolve.resolve("reasoning_8b+1node+fp8") and own.parallel.recompute == "full"
+
+
 def test_later_variant_wins_and_override_wins_over_all() -> None:
     assert resolve.resolve("deepsearch_14b+4nodes+2nodes").parallel.data == 4
     assert (

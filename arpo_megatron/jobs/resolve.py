@@ -44,7 +44,7 @@ def split_recipe(recipe: str) -> list[str]:
 
 def variant_names(recipe: str) -> list[str]:
     """Return the variants of a recipe, which follow its name after a `+`: layouts, number formats, comparison arms."""
-    return list(_variants(recipe))
+    return [name for name in _variants(recipe) if "+" not in name]
 
 
 def gpu_of(recipe: str) -> str:
@@ -119,11 +119,13 @@ def layers(recipe: str, *, file: Path | None = None, overrides: Sequence[str] = 
     if callable(base := getattr(module, "base", None)):
         found.append(Layer(Source.BASE, base.__name__, _values_of(base, name)))
     found.append(Layer(Source.RECIPE, name, _values_of(module.recipe, name)))
-    variants = _variants(name)
+    variants, names = _variants(name), variant_names(name)
     for variant in wanted:
-        if variant not in variants:
-            known = f"; variants: {', '.join(variants)}" if variants else ", which has none"
-            raise UserError(f"unknown variant {variant!r} of {name}{did_you_mean(variant, list(variants))}{known}")
+        if variant not in names:
+            known = f"; variants: {', '.join(names)}" if names else ", which has none"
+            raise UserError(f"unknown variant {variant!r} of {name}{did_you_mean(variant, names)}{known}")
+    both = [f"{one}+{two}" for one in wanted for two in wanted]
+    for variant in [*wanted, *(name for name in both if name in variants)]:
         found += [
             Layer(Source.VARIANT, variant, _nested(key.split("."), value)) for key, value in variants[variant].items()
         ]

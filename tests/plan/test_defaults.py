@@ -6,11 +6,14 @@ import pytest
 
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs import resolve
+from arpo_megatron.models.known import load_spec
 from arpo_megatron.plan import GPUS
-from arpo_megatron.plan.search import search
-from arpo_megatron.recipes._layouts import RecipeLayout
+from arpo_megatron.plan.fit import Unfit, Workloads
+from arpo_megatron.plan.search import _Planner, search
+from arpo_megatron.recipes._layouts import Fp8Layout, RecipeLayout
 
 QUICK = ("reasoning_600m+2gpus", "reasoning_3b+1gpu", "sft_7b+2nodes")
+QUICK_FP8 = ("reasoning_8b+16nodes", "deepsearch_8b+16nodes", "deepsearch_32b+split")
 
 
 def layouts() -> list[str]:
@@ -45,8 +48,19 @@ def layout_of(config: JobConfig, gpu: str) -> RecipeLayout:
     )
 
 
-def changes(layout: RecipeLayout) -> dict[str, object]:
-    plain = RecipeLayout()
+def fp8_layout_of(config: JobConfig) -> Fp8Layout:
+    """Return the values of a config that `+fp8` sets for each layout."""
+    p = config.parallel
+    assert config.engine.memory_fraction is not None
+    return Fp8Layout(
+        recompute=p.recompute_modules if p.recompute == "selective" else p.recompute,
+        layers=p.recompute_layers,
+        memory_fraction=config.engine.memory_fraction,
+    )
+
+
+def changes(layout: RecipeLayout | Fp8Layout) -> dict[str, object]:
+    plain = type(layout)()
     return {
         item.name: getattr(layout, item.name)
         for item in fields(layout)
@@ -61,6 +75,13 @@ def check(recipe: str) -> None:
     assert changes(layout_of(job, gpu)) == changes(layout_of(found.config, gpu))
 
 
+def check_fp8(recipe: str) -> None:
+    job, hardware = resolve.resolve(f"{recipe}+fp8"), GPUS[resolve.gpu_of(recipe)]
+    found = _Planner(hardware, load_spec(job.model), Workloads.of(job))._with_least_recompute(job)
+    fitted = Fp8Layout() if isinstance(found, Unfit) else fp8_layout_of(found.config)
+    assert changes(fp8_layout_of(job)) == changes(fitted)
+
+
 @pytest.mark.parametrize("recipe", QUICK)
 def test_layout_of_a_recipe_is_the_best_one(recipe: str) -> None:
     check(recipe)
@@ -70,6 +91,17 @@ def test_layout_of_a_recipe_is_the_best_one(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", layouts())
 def test_every_layout_of_a_recipe_is_the_best_one(recipe: str) -> None:
     check(recipe)
+
+
+@pytest.mark.parametrize("recipe", QUICK_FP8)
+def test_layout_recomputes_no_more_with_fp8_than_it_must(recipe: str) -> None:
+    check_fp8(recipe)
+
+
+@pytest.mark.slow_campaign
+@pytest.mark.parametrize("recipe", layouts())
+def test_every_layout_recomputes_no_more_with_fp8_than_it_must(recipe: str) -> None:
+    check_fp8(recipe)
 
 
 def test_search_does_not_depend_on_the_layout_that_it_starts_from() -> None:
