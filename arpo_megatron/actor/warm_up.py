@@ -29,7 +29,7 @@ Lengths = tuple[int, int]
 
 @dataclass(slots=True)
 class AttentionKernels:
-    """The kernels that a rank has compiled, and the shape of its heads."""
+    """The kernels that the packs of a rank need, and the shape of its heads."""
 
     heads: int
     """Query heads of a tensor-parallel rank."""
@@ -44,7 +44,8 @@ class AttentionKernels:
     """Model of the work that balances these ranks."""
     backend: AttentionBackend = "auto"
     """`model.attention_backend`."""
-    ready: set[Lengths] = field(default_factory=set)
+    needed: set[Lengths] = field(default_factory=set)
+    """Lengths of all packs so far. On a GPU their kernels are compiled."""
 
     @classmethod
     def of(cls, config: JobConfig, spec: ModelSpec) -> "AttentionKernels":
@@ -56,7 +57,7 @@ class AttentionKernels:
         return cls(heads, groups, spec.head_dim, dtype, layout.context, CostModel.of(spec), backend)
 
     def prepare(self, packs: Iterable[TreePack], log: Callable[[str], None]) -> None:
-        """Compile the kernels that packs need and no earlier packs did. On a CPU it does nothing.
+        """Compile the kernels that packs need and no earlier packs did. On a CPU they are only counted.
 
         All ranks call it with the same packs.
 
@@ -64,10 +65,9 @@ class AttentionKernels:
             packs: those of all ranks.
             log: receives the progress of this rank.
         """
-        if parallel.device().type != "cuda":
-            return
-        new = sorted({lengths for pack in packs for lengths in self.lengths(pack)} - self.ready)
-        if not new:
+        new = sorted({lengths for pack in packs for lengths in self.lengths(pack)} - self.needed)
+        self.needed.update(new)
+        if not new or parallel.device().type != "cuda":
             return
         started = time.monotonic()
         here, ranks = (int(os.environ.get(name, default)) for name, default in _LOCAL)
@@ -80,7 +80,6 @@ class AttentionKernels:
         for lengths in new:
             if lengths not in own:
                 self.compile(lengths)
-        self.ready.update(new)
         log(f"attention kernels: {len(new)} ready after {time.monotonic() - started:.0f} s")
 
     def lengths(self, pack: TreePack) -> set[Lengths]:

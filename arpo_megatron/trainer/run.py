@@ -279,6 +279,7 @@ class TrainingRun:
                 "logprob_gap": gap,
                 **(kept if keeps_kv else {}),
                 **pack_metrics(batches, self.actor.spec, config),
+                "attention_kernels": len(session.kernels.needed),
                 **update_metrics(updates),
                 **speed_metrics(batches, self.actor.spec, config, seconds),
                 "memory_peak_gb": max(rank.memory_gb for rank in times),

@@ -188,6 +188,7 @@ class SftRun:
         row = {
             "step": self.updates_done,
             **pack_metrics([batch], spec, config),
+            "attention_kernels": len(session.kernels.needed),
             **{name: value for name, value in update_metrics([stats]).items() if name in SFT_METRICS},
             **speed_metrics([batch], spec, config, {"update": seconds}),
             "memory_peak_gb": max(memory),

@@ -76,11 +76,13 @@ def test_ranks_of_a_machine_divide_the_lengths(on_cuda: list[str], monkeypatch: 
     assert len(kernels.compiled) == len(every), "nothing is compiled twice"
 
 
-def test_nothing_is_compiled_on_a_cpu() -> None:
-    kernels = Recorded(4, 2, 8, torch.bfloat16)
+def test_kernels_are_counted_and_not_compiled_on_a_cpu() -> None:
+    kernels, packs = Recorded(4, 2, 8, torch.bfloat16), packs_of()
     kernels.compiled = []
-    kernels.prepare(packs_of(), print)
+    kernels.prepare(packs[:2], print)
+    kernels.prepare(packs[1:], print)
     assert not kernels.compiled
+    assert kernels.needed == {lengths for pack in packs for lengths in kernels.lengths(pack)}
 
 
 def test_compiled_lengths_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
