@@ -39,12 +39,15 @@ def pack(
     mix: Annotated[list[MixName] | None, typer.Option(help="Family of trees, may be repeated; default: all.")] = None,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Time per family; each side is timed at least once, alternating.")
-    ] = 30.0,
+    ] = 10.0,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers of the model.")] = 1,
-    token_budget: Annotated[int, typer.Option(min=256, help="Tokens per pack.")] = 3072,
+    token_budget: Annotated[int, typer.Option(min=256, help="Tokens per pack.")] = 2048,
     json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """Compare a training step on trees with one on the same trajectories flattened."""
+    """Compare a training step on trees with one on the same trajectories flattened.
+
+    Without options it takes less than 5 minutes on two idle cores, and 4 GB of memory.
+    """
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.actor.parallel import silence_import_warnings
 
