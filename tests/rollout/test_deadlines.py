@@ -79,24 +79,25 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TokenizerCodec:
 
 @pytest.fixture
 def slots_url(codec: TokenizerCodec) -> Iterator[str]:
-    """A stub engine that runs 40 requests at a time, each for 0.1 s."""
-    with launch_stub(StubSettings(call=codec.vocabulary_size - 1, answer_s=0.1, requests=40)) as url:
+    """A stub engine that runs 40 requests at a time, each for 0.3 s."""
+    with launch_stub(StubSettings(call=codec.vocabulary_size - 1, answer_s=0.3, requests=40)) as url:
         yield url
 
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_admission_keeps_requests_within_their_deadlines(codec: TokenizerCodec, slots_url: str, admitted: bool) -> None:
-    """128 trees begin with 6 of their 8 paths, so without it the last request waits for 19 others in its slot.
+    """128 trees begin with 3 paths, so without it the last request waits for 9 others in its slot, 2.7 s.
 
     The requests are not streamed, as behind SGLang's router: their deadlines count the wait in the engine's queue.
     """
-    algorithm = AlgorithmConfig(group_size=8, initial_rollouts=6, entropy_tokens=4)
+    deadline_s = 2.0
+    algorithm = AlgorithmConfig(group_size=4, initial_rollouts=3, entropy_tokens=4)
     limits = RolloutLimits(2048, 1024, max_tool_calls=1, max_tool_tokens=32, tool_timeout_s=60.0)
 
     async def run() -> tuple[RolloutReport, int]:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(
-                EngineClient(slots_url, request_timeout_s=DEADLINE_S, retry_for_s=0.1)
+                EngineClient(slots_url, request_timeout_s=deadline_s, retry_for_s=0.1)
             )
             gate = await stack.enter_async_context(AdmissionGate(client, codec)) if admitted else None
             policy = make_branch_policy(algorithm, vocabulary_size=codec.vocabulary_size, seed=1)
@@ -113,7 +114,7 @@ def test_admission_keeps_requests_within_their_deadlines(codec: TokenizerCodec, 
     if admitted:
         assert (len(report.trees), report.failed, timeouts) == (128, [], 0)
         assert {len(tree.leaves()) for tree in report.trees} == {algorithm.group_size}
-        assert report.stats.counts.longest_request_s < DEADLINE_S
+        assert report.stats.counts.longest_request_s < deadline_s
     else:
-        assert timeouts > 128
-        assert len(report.failed) > 10
+        assert timeouts > 40
+        assert report.failed
