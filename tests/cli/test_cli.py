@@ -480,7 +480,7 @@ def test_dry_run_of_a_resume_checks_the_run(arpo: Arpo, tmp_path: Path) -> None:
     ("arguments", "shown"),
     [
         (["demo", "train.steps=3"], "steps: 3"),
-        (["bench", "pack", "--mix", "reasoning"], "  seconds: 30.0\n"),
+        (["bench", "pack", "--mix", "reasoning"], "  seconds: 10.0\n"),
         (["bench", "gpu", "kernels"], "errors against float64"),
         (["bench", "soak", "--steps", "20", "train.tasks_per_step=4"], "train quickstart for 20 steps"),
         (["cancel", "my-run"], "  run: my-run\n"),
