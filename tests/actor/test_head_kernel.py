@@ -4,10 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from arpo_megatron.config import ParallelConfig
+from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.plan.kernels import head_bytes
+
+QWEN3_8B = KNOWN_MODELS["Qwen/Qwen3-8B"]
 PROGRAM = """
 import json, torch
 from arpo_megatron.actor.head_kernel import softmax_statistics, write_gradient
@@ -58,3 +64,21 @@ def test_kernels_give_the_values_and_gradients_of_float64() -> None:
     single, half = json.loads(done.stdout)
     assert max(single) < 2e-5
     assert max(half[:2]) < 2e-5 and half[2] < 2**-8, "only the gradient is rounded to bfloat16"
+
+
+def test_kernels_read_and_write_the_logits_once() -> None:
+    """docs/reference/performance.md has these figures."""
+    pytest.importorskip("triton")
+    script = [sys.executable, "-m", "tests.actor.head_traffic"]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    counts = {(row["pass"], row["by"]): (row["launches"], row["bytes_per_logit"]) for row in rows}
+    assert counts == {
+        ("forward", "torch"): (15, 54),
+        ("forward", "kernel"): (1, 2),
+        ("backward", "torch"): (20, 100),
+        ("backward", "kernel"): (1, 4),
+    }
+    forward, both = (head_bytes(QWEN3_8B, ParallelConfig(), 2, 2, backward=backward) for backward in (False, True))
+    assert (forward, both - forward) == (2 * QWEN3_8B.vocabulary, 4 * QWEN3_8B.vocabulary), "the planner's bytes"

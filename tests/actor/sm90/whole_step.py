@@ -2,7 +2,8 @@
 
 Fake tensors have shapes, dtypes and devices, and no values. An operation on tensors of two devices raises. A copy to
 the host and a synchronisation, for which the host would wait, are noted with our line that asks. The mode counts the
-bytes of all storages on the device. Argument: the compiled guard. Prints one JSON object.
+bytes of all storages on the device, and launches: operations on tensors of the device that are no views, copies from or
+to the host, or allocations, and calls of compiled kernels. Argument: the compiled guard. Prints one JSON object.
 """
 
 import ctypes
@@ -25,12 +26,13 @@ ctypes.CDLL(sys.argv[1])  # before torch
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.jit import JITFunction
 
 from tests.actor.sm90 import pretend
@@ -47,6 +49,8 @@ class Counting(FakeTensorMode):
         self.known: set[int] = set()
         self.live = self.peak = 0
         self.at_peak = ""
+        self.depth = 0
+        self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.device_copies: Counter[str] = Counter()
 
@@ -56,9 +60,21 @@ class Counting(FakeTensorMode):
             return found
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0], lambda: super(Counting, self).__torch_dispatch__(func, types, args, kwargs))
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+        self.depth += 1  # an operation may be made of others
+        try:
+            found = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.depth -= 1
         tree_map_only(FakeTensor, self._note, found)
+        on_device = any(isinstance(t, FakeTensor) and t.device.type == "cuda" for t in tree_leaves((args, found)))
+        if on_device and not self.depth and TracingContext.try_get() is None and not _is_free(func):
+            self.launch()
         return found
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        """Note a launch."""
+        in_head = any(frame.filename.endswith("/actor/logprobs.py") for frame in traceback.extract_stack())
+        self.launches["head" if in_head else "rest"] += 1
 
     def wait(self, device: Any = None) -> None:
         """Note that the host waits for the device."""
@@ -100,6 +116,12 @@ class Counting(FakeTensorMode):
         self.live -= size
 
 
+def _is_free(func: Any) -> bool:
+    """Return whether an operation launches no kernel: a view, an allocation, a question about the device."""
+    view = getattr(func, "is_view", False) or "_unsafe_view" in str(func)
+    return view or "empty" in str(func) or str(func).startswith("prim.")
+
+
 def _own_line() -> str:
     for frame in reversed(traceback.extract_stack()):
         if "/arpo_megatron/" in frame.filename:
@@ -111,6 +133,8 @@ def main() -> None:
     pretend.install()
     mode = Counting()
     torch.cuda.synchronize = mode.wait
+    from torch._inductor.runtime import triton_heuristics
+
     from arpo_megatron.actor import cpu_platform, flex_attention, microbatch, parallel
     from arpo_megatron.hardware.patching import apply
 
@@ -128,7 +152,8 @@ def main() -> None:
     torch.tensor = tensor
     FakeTensor.numpy = lambda self: np.ones(tuple(self.shape))
     torch.nn.Module.to = move_module
-    JITFunction.run = lambda self, *arguments, **options: None  # our own kernels write into tensors that exist
+    JITFunction.run = mode.launch  # our own kernels write into tensors that exist
+    triton_heuristics.CachingAutotuner.run = mode.launch
     microbatch.flex_plan, microbatch.move, flex_attention.move = plan, move, move
     print(json.dumps(step(mode, parallel)))
 
@@ -173,6 +198,16 @@ def step(mode: Counting, parallel: Any) -> dict[str, Any]:
     with mode:
         actor = Actor(config, spec, None, optimizer=OptimizerConfig(), total_updates=2)
         held = mode.live
+        launches: dict[str, int] = {}
+        accumulate = actor.accumulate
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            mode.launches.clear()
+            found = accumulate(*arguments, **options)
+            launches.update(mode.launches)
+            return found
+
+        actor.accumulate = counted
         actor.update(packs, None)
     return {
         "tokens": sum(len(pack) for pack in packs),
@@ -183,6 +218,7 @@ def step(mode: Counting, parallel: Any) -> dict[str, Any]:
         "at_peak": mode.at_peak,
         "after": mode.live,
         "waits": dict(mode.waits),
+        "launches": launches,
         "device_copies": dict(mode.device_copies),
         **planned(config, spec, packs),
     }
