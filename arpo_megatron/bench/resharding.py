@@ -1,25 +1,26 @@
 """Pushes from trainers of four ranks to an engine of TP2, for `arpo bench sync`.
 
 Per layout of the trainer and transport that reshards: the bytes that an engine rank receives over the bytes that it
-holds, the largest buffer of any process over a bucket, and the seconds of pushes. For `network` the bare exchange is
-measured too: the messages of the same plan between the same number of processes, each byte from and to a place of its
-own in memory that is there already. Probe and checksums are part of neither.
+holds, the largest buffer of any process over a bucket, the seconds of pushes, and in turn with them those of the bare
+exchange of the same plan by the same transport (`bench.bare_exchange`). Probe and checksums are part of neither.
 """
 
 import json
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from arpo_megatron.bench import bare
+from arpo_megatron.bench.bare_exchange import BareExchange
 from arpo_megatron.bench.ranks import run_ranks
 from arpo_megatron.config import ParallelConfig, SyncConfig
+
+if TYPE_CHECKING:  # they import Megatron, which takes the receivers of bare exchanges seconds
+    from arpo_megatron.weights.control import Control
+    from arpo_megatron.weights.sync import WeightSync
 
 LAYOUTS = {
     "TP2 x PP2": ParallelConfig(tensor=2, pipeline=2, sequence=True),
@@ -79,23 +80,7 @@ def main() -> None:
         requests = EngineAdmin([settings["url"]], TIMEOUT_S)
         asked = PushSettings(transport=kind, bucket_bytes=bucket, verify_every=0)  # type: ignore[arg-type]  # a literal
         sync = WeightSync(control, requests, chunks, spec, asked, note=lambda _: None)
-        sync.push(1)  # verified: all tensors are equal
-        floor = BareExchange(control.rank, sync.rounds, ENGINE_RANKS) if kind == "network" else None
-        pushes: list[float] = []
-        exchanges: list[float] = []
-        for version in range(2, 3 + settings["repeats"]):
-            dist.barrier()
-            pushes.append(sync.push(version).seconds)
-            if floor is not None:
-                dist.barrier()
-                exchanges.append(floor.seconds())
-        if floor is not None:
-            floor.close()
-        largest = control.gather(0 if sync.transport is None else sync.transport.largest_buffer)
-        if control.rank == 0:
-            received = sync.engines.received()
-            largest += [rank["largest_buffer"] for rank in received]
-            figures[kind] = _figures(received, max(largest) / bucket, pushes[1:], exchanges[1:])
+        figures[kind] = _measure(control, sync, bucket, settings["repeats"])
         dist.barrier()
         sync.close()
     if control.rank == 0:
@@ -103,84 +88,31 @@ def main() -> None:
     parallel.destroy()
 
 
-def _figures(
-    received: Sequence[dict[str, int]], largest: float, pushes: Sequence[float], exchanges: Sequence[float]
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _measure(control: "Control", sync: "WeightSync", bucket: int, repeats: int) -> dict[str, Any]:
+    """Return the figures of pushes and bare exchanges in turn, on rank 0; those of the first round are left out."""
+    sync.push(1)  # verified: all tensors are equal
+    assert sync.exchange is not None and sync.transport is not None, "both transports reshard"
+    floor = BareExchange(control, sync.exchange)
+    pushes: list[float] = []
+    exchanges: list[float] = []
+    for version in range(2, 3 + repeats):
+        dist.barrier()
+        pushes.append(sync.push(version).seconds)
+        dist.barrier()
+        exchanges.append(floor.seconds())
+    floor.close()
+    largest = control.gather(sync.transport.largest_buffer)
+    if control.rank:
+        return {}
+    received = sync.engines.received()
+    largest += [rank["largest_buffer"] for rank in received]
+    return {
         "bytes_over_own_shard": round(max(rank["received"] / rank["held"] for rank in received), 4),
-        "largest_buffer_over_bucket": round(largest, 4),
-        "push_s": [round(each, 3) for each in pushes],
+        "largest_buffer_over_bucket": round(max(largest) / bucket, 4),
+        "push_s": [round(each, 3) for each in pushes[1:]],
+        "exchange_s": [round(each, 3) for each in exchanges[1:]],
+        "exchange_over_push": round(median(exchanges[1:]) / median(pushes[1:]), 3),
     }
-    if exchanges:
-        found["exchange_s"] = [round(each, 3) for each in exchanges]
-        found["exchange_over_push"] = round(median(exchanges) / median(pushes), 3)
-    return found
-
-
-class BareExchange:
-    """The messages of a plan between trainer ranks and processes that stand for engine ranks.
-
-    Args:
-        rank: this trainer rank.
-        rounds: of the plan.
-        receivers: number of engine ranks; rank 0 starts a process for each.
-    """
-
-    def __init__(self, rank: int, rounds: Sequence[Any], receivers: int) -> None:
-        trainers = dist.get_world_size()
-        box: list[Any] = [None]
-        self._processes: list[Any] = []
-        if rank == 0:
-            self._store = bare.make_store(trainers + receivers)
-            box = [self._store.port]
-        dist.broadcast_object_list(box)
-        sizes = [[(each.sender, each.receiver, each.bytes) for each in turn] for turn in rounds]
-        if rank == 0:
-            self._processes = [
-                bare.start_receiver(_receive, box[0], trainers, receiver, receivers, sizes)
-                for receiver in range(receivers)
-            ]
-        self._group = bare.join(box[0], rank, trainers + receivers)
-        self._trainers = trainers
-        self._sizes = [[(receiver, count) for sender, receiver, count in turn if sender == rank] for turn in sizes]
-        self._source = torch.ones(sum(count for turn in self._sizes for _, count in turn), dtype=torch.uint8)
-
-    def seconds(self) -> float:
-        """Return the seconds of one exchange, until every receiver has everything."""
-        bare.meet(self._group, more=True)
-        started = time.perf_counter()
-        first = 0
-        for turn in self._sizes:
-            works = []
-            for receiver, count in turn:
-                works.append(self._group.send([self._source[first : first + count]], self._trainers + receiver, 0))
-                first += count
-            for work in works:
-                work.wait()
-        bare.meet(self._group, more=True)
-        return time.perf_counter() - started
-
-    def close(self) -> None:
-        bare.meet(self._group, more=False)
-        for process in self._processes:
-            process.join()
-
-
-def _receive(port: int, trainers: int, receiver: int, receivers: int, sizes: Sequence[Sequence[Any]]) -> None:
-    torch.set_num_threads(1)
-    group = bare.join(port, trainers + receiver, trainers + receivers)
-    mine = [[(sender, count) for sender, to, count in turn if to == receiver] for turn in sizes]
-    target = torch.zeros(sum(count for turn in mine for _, count in turn), dtype=torch.uint8)
-    while bare.meet(group, more=True):
-        start = 0
-        for turn in mine:
-            works = []
-            for sender, count in turn:
-                works.append(group.recv([target[start : start + count]], sender, 0))
-                start += count
-            for work in works:
-                work.wait()
-        bare.meet(group, more=True)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def bench_sync(
         "bytes_over_own_shard": max(each["bytes_over_own_shard"] for each in layouts),
         "largest_buffer_over_bucket": max(each["largest_buffer_over_bucket"] for each in layouts),
         "exchange_over_push": resharding["TP2 x PP2"]["network"]["exchange_over_push"],
+        "exchange_over_push_ipc": resharding["TP2 x PP2"]["ipc"]["exchange_over_push"],
         "transports": transports,
         "resharding": resharding,
     }

@@ -40,7 +40,7 @@ from arpo_megatron.weights import reshard
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.export import hf_buckets
 from arpo_megatron.weights.local import LocalShard
-from arpo_megatron.weights.reshard import Round, TrainerShard
+from arpo_megatron.weights.reshard import TrainerShard
 from arpo_megatron.weights.transports import Disk, Exchange, Ipc, Network, Transport
 
 TIMEOUT_S = 120.0
@@ -130,7 +130,7 @@ class WeightSync:
         self._local = LocalShard.of(chunks, self._table)
         self._trainers: list[TrainerShard] = []
         self._owners: dict[str, dict[Box, list[int]]] = {}
-        self._rounds: Sequence[Round] = ()
+        self._exchange: Exchange | None = None
         self._transport: Transport | None = None
         self._reached: tuple[EngineEndpoint, ...] = ()
         """The engines of the last push, if it succeeded."""
@@ -143,9 +143,9 @@ class WeightSync:
         return self._admin
 
     @property
-    def rounds(self) -> Sequence[Round]:
-        """The plan of the last push that resharded."""
-        return self._rounds
+    def exchange(self) -> Exchange | None:
+        """The plan of the last push that resharded; None before the first one."""
+        return self._exchange
 
     @property
     def transport(self) -> Transport | None:
@@ -236,7 +236,7 @@ class WeightSync:
         if transport == "ipc":
             bucket_holders = carriers(self._trainers, held)
         try:
-            self._rounds = reshard.plan_rounds(
+            rounds = reshard.plan_rounds(
                 self._owners, self._trainers, held, local.types, settings.bucket_bytes, bucket_holders
             )
         except ValueError as error:
@@ -246,7 +246,8 @@ class WeightSync:
         else:
             self._transport = Network(control, self._admin, local, transport)
         name = control.on_rank_zero(lambda: secrets.token_hex(8))
-        self._transport.connect(Exchange(name, engines, self._rounds, bucket_holders))
+        self._exchange = Exchange(name, engines, rounds, bucket_holders)
+        self._transport.connect(self._exchange)
 
     def _send(self) -> int:
         """Send on every rank; return the number of loads. Raises WeightPushError on all ranks if one of them fails."""

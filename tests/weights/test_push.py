@@ -114,12 +114,12 @@ def test_push_to_a_restarted_engine_has_a_new_plan_and_is_verified(engine: Engin
     with trainer(tmp_path, 12).sync(engine.url, verify_every=0) as sync:
         sync.push(12)
         assert not sync.push(13).verified
-        begin, planned = sync.engines.begin_push, sync.rounds
+        begin, planned = sync.engines.begin_push, sync.exchange
         sync.engines.begin_push = lambda version: tuple(  # type: ignore[method-assign]
             replace(each, incarnation="another") for each in begin(version)
         )
         assert sync.push(14).verified
-        assert sync.rounds is not planned
+        assert sync.exchange is not planned
 
 
 def test_push_waits_for_running_generations_and_refuses_new_ones(engine: EngineHandle, tmp_path: Path) -> None:
