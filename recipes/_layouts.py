@@ -69,7 +69,7 @@ class RecipeLayout:
             "train.token_budget": self.token_budget,
             "train.group_tokens": self.group_tokens,
             "engine.tensor": self.engine,
-            "engine.replicas": self.engines or self._ranks // self.engine,
+            "engine.replicas": self.engine_gpus // self.engine,
             "engine.memory_fraction": self.memory_fraction,
             "engine.placement": "split" if self.split else "colocated",
             "optimizer.offload": self.offload,
@@ -79,6 +79,11 @@ class RecipeLayout:
     @property
     def _ranks(self) -> int:
         return self.tensor * self.data * self.pipeline * self.context
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of all engines."""
+        return self.engines * self.engine or self._ranks
 
     def apply(self, job: JobConfig) -> JobConfig:
         """Return the job in this layout."""
@@ -134,3 +139,28 @@ def variants(layouts: Mapping[str, RecipeLayout], fp8: Mapping[str, Fp8Layout], 
 
 FP8_ENGINE: Variant = {"engine.quantization": "fp8"}
 """Rollouts with quantized weights, whose difference `algorithm.sampling_correction` corrects."""
+
+
+def fp8_engine_variants(
+    layouts: Mapping[str, RecipeLayout], own: str, kv_heads: int, *, whole_experts: bool = False
+) -> dict[str, Variant]:
+    """Return `fp8_engine` of a recipe whose layouts have engines with more GPUs than the model has key/value heads.
+
+    Such an engine becomes several on the same GPUs.
+
+    Args:
+        layouts: layouts of the recipe.
+        own: the layout that the recipe has without a variant.
+        kv_heads: the most GPUs of an engine with FP8.
+        whole_experts: every GPU of an engine has whole experts, because a part would not consist of whole blocks.
+    """
+    fitted: dict[str, Variant] = {}
+    for name, layout in layouts.items():
+        size = min(kv_heads, layout.engine)
+        fitted[name] = {"engine.tensor": size, "engine.replicas": layout.engine_gpus // size}
+        if whole_experts:
+            fitted[name]["engine.expert"] = size
+    return {
+        "fp8_engine": {**FP8_ENGINE, **fitted[own]},
+        **{f"{name}+fp8_engine": keys for name, keys in fitted.items()},
+    }

@@ -11,7 +11,7 @@ from dataclasses import replace
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import deep_search_large as base
-from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import Fp8Layout, RecipeLayout, Variant, fp8_engine_variants, variants
 
 LAYOUTS = {
     "1node": RecipeLayout(data=8, expert=8, layers=47, token_budget=8192, engine=4, memory_fraction=0.4, offload=True),
@@ -47,8 +47,7 @@ FP8_LAYOUTS = {
 VARIANTS: dict[str, Variant] = {
     **variants(LAYOUTS, FP8_LAYOUTS, "4nodes"),
     **ARMS,
-    # Four nodes. FP8 needs whole blocks of key/value heads and experts (768 wide) on each rank of an engine.
-    "fp8_engine": {**replace(LAYOUTS["4nodes"], engine=4).variant(), **FP8_ENGINE, "engine.expert": 4},
+    **fp8_engine_variants(LAYOUTS, "4nodes", kv_heads=4, whole_experts=True),
 }
 
 

@@ -8,7 +8,7 @@ Model: Qwen/Qwen2.5-3B-Instruct, after its cold start (sft_3b). Data: dongguanti
 from arpo_megatron.config import JobConfig
 from arpo_megatron.recipes._bases import ARMS
 from arpo_megatron.recipes._bases import reasoning as base
-from arpo_megatron.recipes._layouts import FP8_ENGINE, Fp8Layout, RecipeLayout, Variant, variants
+from arpo_megatron.recipes._layouts import Fp8Layout, RecipeLayout, Variant, fp8_engine_variants, variants
 
 LAYOUTS = {
     "1gpu": RecipeLayout(layers=30, token_budget=8192, memory_fraction=0.6, offload=True),
@@ -39,7 +39,11 @@ FP8_LAYOUTS = {
     "16nodes": Fp8Layout(recompute="none", memory_fraction=0.7),
     "h200": Fp8Layout(layers=21, memory_fraction=0.6),
 }
-VARIANTS: dict[str, Variant] = {**variants(LAYOUTS, FP8_LAYOUTS, "1node"), **ARMS, "fp8_engine": FP8_ENGINE}
+VARIANTS: dict[str, Variant] = {
+    **variants(LAYOUTS, FP8_LAYOUTS, "1node"),
+    **ARMS,
+    **fp8_engine_variants(LAYOUTS, "1node", kv_heads=2),
+}
 
 
 def recipe() -> JobConfig:
