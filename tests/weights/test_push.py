@@ -25,7 +25,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, PushSettings, WeightSync
-from tests.models.tiny_models import reference_logprobs
+from tests.models.tiny_models import make, reference_logprobs
 from tests.ranks import RankFailedError, run_ranks
 from tests.weights.pushes import (
     BUCKET_BYTES,
@@ -33,6 +33,7 @@ from tests.weights.pushes import (
     TIMEOUT_S,
     TINY_BUCKET_BYTES,
     TOKENS,
+    add_tokenizer,
     begun,
     generate,
     post,
@@ -182,17 +183,21 @@ def spied(patch: pytest.MonkeyPatch, *names: str) -> list[str]:
 
 
 FOUR = ParallelConfig(tensor=2, pipeline=2, sequence=True)
+INTERLEAVED = ParallelConfig(pipeline=2, virtual_pipeline=2)
 
 
-def push_sharded(url: str, directory: Path, version: int, kind: str, dies: int | None) -> None:
-    """Push on each rank of TP2 x PP2; the rank `dies` is killed in the middle, without a word."""
+def push_sharded(
+    url: str, directory: Path, version: int, kind: str, dies: int | None, layout: ParallelConfig = FOUR
+) -> None:
+    """Push on each rank of a layout; the rank `dies` is killed in the middle, without a word."""
     from arpo_megatron.actor import parallel
     from arpo_megatron.actor.model import build_chunks
     from arpo_megatron.weights.load import load_hf
 
-    parallel.initialize(FOUR, seed=1)
+    parallel.initialize(layout, seed=1)
     spec = ModelSpec.from_hf(directory)
-    chunks = build_chunks(spec, FOUR, torch.float32, initialize=False)
+    chunks = build_chunks(spec, layout, torch.float32, initialize=False)
+    assert len(chunks) == layout.virtual_pipeline
     load_hf(chunks, spec, directory)
     control = Control(parallel.group("control"))
     sent: list[BoxPart] = []
@@ -236,6 +241,21 @@ def test_four_trainer_ranks_push_into_two_engine_ranks(engine: EngineHandle, tmp
     with torch.no_grad():
         expected = reference_logprobs(trained.reference, TOKENS).numpy()
     assert np.abs(expected - engines.start_logprobs(TOKENS.tolist())()[0]).max() < 1e-4
+
+
+def test_interleaved_pipeline_pushes_each_layer_to_its_place(tmp_path: Path) -> None:
+    """Rank 0 has layers 0 and 2 of four, rank 1 layers 1 and 3. Every tensor is compared."""
+    served, trained = tmp_path / "served", tmp_path / "trained"
+    make(served, "qwen3-tied", num_hidden_layers=4)
+    add_tokenizer(served)
+    reference = make(trained, "qwen3-tied", seed=1, num_hidden_layers=4)
+    sizes = replace(SIZES, tensor=1)
+    with launch_engine(served, sizes, dtype="float32", seed=1, log_path=tmp_path / "log") as engine:
+        run_ranks(push_sharded, engine.url, trained, 1, "ipc", None, INTERLEAVED, ranks=2)
+        scored = EngineAdmin([engine.url], TIMEOUT_S).start_logprobs(TOKENS.tolist())()[0]
+    with torch.no_grad():
+        expected = reference_logprobs(reference, TOKENS).numpy()
+    assert np.abs(expected - scored).max() < 1e-4
 
 
 GENERATES = {
