@@ -22,7 +22,7 @@ from arpo_megatron.rollout.messages import CollectTrees, RolloutReport, RolloutS
 from arpo_megatron.rollout.worker import TokenizerCodec
 from arpo_megatron.tasks.base import Task
 
-DEADLINE_S = 1.0
+DEADLINE_S = 1.5
 FIRST_TOKENS = 4
 
 
@@ -34,7 +34,7 @@ async def sample(client: EngineClient, firsts: list[Generation] | None = None) -
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_streamed_request_may_queue_beyond_its_deadline(streams: bool) -> None:
-    """Ten requests take turns of at least 0.3 s. Without streams nothing shows that a request waits in the queue."""
+    """Ten requests take turns of 0.4 s. Without streams nothing shows that a request waits in the queue."""
 
     async def run(url: str) -> None:
         async with EngineClient(url, streams=streams, request_timeout_s=DEADLINE_S, retry_for_s=60.0) as client:
@@ -47,7 +47,7 @@ def test_streamed_request_may_queue_beyond_its_deadline(streams: bool) -> None:
             else:
                 assert client.retries["timeout"] >= 5, "only three fit before the deadline of the others"
 
-    with launch_stub(StubSettings(call=1, answer_s=0.15 if streams else 0.3, requests=1)) as url:
+    with launch_stub(StubSettings(call=1, answer_s=0.2 if streams else 0.4, requests=1)) as url:
         asyncio.run(run(url))
 
 
@@ -55,12 +55,11 @@ def test_request_that_runs_longer_than_its_deadline_fails_or_ends_after_its_firs
     """Siblings may exist that continue after the first tokens, so these stay."""
 
     async def run(url: str) -> None:
-        async with EngineClient(url, streams=True, request_timeout_s=0.3, retry_for_s=0.1) as client:
+        async with EngineClient(url, streams=True, request_timeout_s=0.3) as client:
             firsts: list[Generation] = []
             answer = await sample(client, firsts)
             assert answer.finish is EngineFinish.CUT_SHORT
             assert answer.token_ids.tolist() == firsts[0].token_ids.tolist() == [20] * FIRST_TOKENS
-            assert client.retries == {}
         async with EngineClient(url, request_timeout_s=0.3, retry_for_s=0.1) as client:
             with pytest.raises(EngineUnavailableError, match="does not answer"):
                 await sample(client)
