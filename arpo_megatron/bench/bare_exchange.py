@@ -5,7 +5,8 @@ is there already. Two rounds are in flight, as in a push.
 
     network   every message goes from its trainer rank to its engine rank by gloo
     ipc       it goes to the engine rank's carrier by gloo, or by a copy if the carrier sends it, into one of two shared
-              buffers; the engine rank copies its part of a round from there
+              buffers; the engine rank copies its part of a round from there. Each exchange makes its buffers, as each
+              push does
 """
 
 import secrets
@@ -83,13 +84,17 @@ class BareExchange:
         size = sum(count for turn in rounds for sender, _, count in turn if sender == rank)
         self._source = torch.ones(size, dtype=torch.uint8)
         carried = max((plan.in_buffer(turn, each)[1] for turn in range(len(rounds)) for each in listeners), default=0)
-        self._buffers = [sharing.shareable(carried, _CPU).fill_(0) for _ in range(2 if listeners else 0)]
-        self._peers = {receiver: _Peer(listener, self._buffers) for receiver, listener in listeners.items()}
+        self._carried = carried
+        self._buffers: list[Tensor] = []
+        self._peers = {receiver: _Peer(listener) for receiver, listener in listeners.items()}
 
     def seconds(self) -> float:
         """Return the seconds of one exchange, until every receiver has everything."""
         bare.meet(self._group, more=True)
         started = perf_counter()
+        self._buffers = [sharing.shareable(self._carried, _CPU) for _ in range(2 if self._peers else 0)]
+        for peer in self._peers.values():
+            peer.offer(self._buffers)
         sent, open_rounds = 0, list[tuple[int, list[Any]]]()
         for turn in range(len(self._plan.rounds)):
             works, sent = self._start(turn, sent)
@@ -143,13 +148,15 @@ class BareExchange:
 class _Peer:
     """A receiver that this rank carries for."""
 
-    def __init__(self, listener: Listener, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._connection = listener.connection(_START_S)
         listener.close()
-        for buffer in buffers:
-            sharing.offer(self._connection, buffer)
         self._unread: deque[int] = deque()
         """Rounds that were handed over and not read yet."""
+
+    def offer(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
+            sharing.offer(self._connection, buffer)
 
     def hand_over(self, turn: int) -> None:
         self._connection.send_bytes(_SIGNAL)
@@ -169,12 +176,11 @@ def _receive(plan: _Plan, receiver: int, port: int, carrier_port: int | None, ke
     size = sum(count for turn in plan.rounds for _, to, count in turn if to == receiver)
     target = torch.zeros(size, dtype=torch.uint8)
     connection = None if carrier_port is None else connect(carrier_port, key)
-    buffers = [] if connection is None else [sharing.accept(connection, _CPU) for _ in range(2)]
     while bare.meet(group, more=True):
         if connection is None:
             _from_group(plan, receiver, group, target)
         else:
-            _from_memory(plan, receiver, connection, buffers, target)
+            _from_memory(plan, receiver, connection, target)
         bare.meet(group, more=True)
     if not target.all():
         sys.exit(1)
@@ -195,8 +201,8 @@ def _from_group(plan: _Plan, receiver: int, group: Any, target: Tensor) -> None:
         work.wait()
 
 
-def _from_memory(plan: _Plan, receiver: int, connection: Connection, buffers: Sequence[Tensor], target: Tensor) -> None:
-    start = 0
+def _from_memory(plan: _Plan, receiver: int, connection: Connection, target: Tensor) -> None:
+    buffers, start = [sharing.accept(connection, _CPU) for _ in range(2)], 0
     for turn in range(len(plan.rounds)):
         first, last = plan.in_buffer(turn, receiver)
         if last:
