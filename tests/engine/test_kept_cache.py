@@ -39,6 +39,7 @@ def push(engine: EngineHandle, model: Path, version: int) -> None:
 @pytest.mark.parametrize("keeps_kv", [True, False])
 def test_tree_continues_on_its_keys_and_values_after_a_push(tiny_model: Path, tmp_path: Path, keeps_kv: bool) -> None:
     async def run(engine: EngineHandle) -> list[int]:
+        await asyncio.to_thread(push, engine, tiny_model, 0)
         async with EngineClient(engine.url, keeps_kv=keeps_kv) as client:
             client.begin_tree("old", 0)
             # A generation is in the engine when the pause comes: its tokens stay in the cache, too.
@@ -65,3 +66,27 @@ def test_tree_continues_on_its_keys_and_values_after_a_push(tiny_model: Path, tm
         assert first == 0 and second >= len(PROMPT) - 1, "a new tree computes its own"
     else:
         assert prompt == 0, "the push has emptied the cache"
+
+
+def test_first_push_empties_the_cache_of_a_restarted_engine(tiny_model: Path, tmp_path: Path) -> None:
+    """A prefill that arrived before the push has computed keys and values of the weights of the start."""
+
+    async def run(engine: EngineHandle) -> tuple[int, int]:
+        async with EngineClient(engine.url, keeps_kv=True, retry_for_s=20.0) as client:
+            client.resume(1)
+            stale = asyncio.Event()
+            client.on_stale = lambda _url: stale.set()
+            client.begin_tree("new", 1)
+            first = asyncio.create_task(client.prefill(PROMPT, key="new"))
+            await stale.wait()
+            await client.pause()
+            await asyncio.to_thread(push, engine, tiny_model, 1)
+            client.resume(1)
+            return (await first)[1], (await client.prefill(PROMPT, key="new"))[1]
+
+    with launch_engine(
+        tiny_model, ENGINE, dtype="float32", seed=1, log_path=tmp_path / "engine.log", keeps_kv=True
+    ) as engine:
+        cached, again = asyncio.run(run(engine))
+    assert cached == 0
+    assert again >= len(PROMPT) - 1

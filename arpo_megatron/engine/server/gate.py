@@ -13,8 +13,9 @@ to SGLang's server:
 own endpoints take weights: otherwise a server that was restarted during a push would mix the rest of the push with the
 weights it was started with. `commit_push` gives the number of such calls in the push. Unless the same number, at least
 one, has succeeded here, the gate stays closed. The commit empties the caches, whose keys and values come from the old
-weights, and sets the version that answers report. With `ARPO_KEEP_KV` nothing empties them, and /flush_cache answers
-only whether a generation is running.
+weights, and sets the version that answers report. With `ARPO_KEEP_KV` only the first commit of a process empties them:
+a restarted engine may have been asked before anyone saw that its weights are old. /flush_cache then only answers
+whether a generation is running.
 
 SGLang generates at many paths, and newer versions may have more. So the gate lists the paths that pass when it is
 closed and waits for all other requests. SGLang's /health generates, too: /health/arpo answers in its place while the
@@ -98,6 +99,8 @@ class PushGate:
         """Why the gate is closed; None while it is open."""
         self._keeps_kv = bool(os.environ.get(KEEP_KV_VARIABLE))
         self._push: _Push | None = None
+        self._pushed = False
+        """Whether a whole push has arrived."""
         self._running = 0
         self._lent: frozenset[str] = frozenset()
         """Parts of the memory that the trainer has."""
@@ -214,14 +217,14 @@ class PushGate:
         if self._lent:
             return 409, {"error": f"version {version} cannot be served: the trainer has the memory of the KV cache"}
         manager = _manager()
-        if not self._keeps_kv:
+        if not (self._keeps_kv and self._pushed):
             flushed = await manager.flush_cache(timeout_s=timeout_s)
             if not flushed.success:
                 return 409, {"error": f"the caches could not be emptied: {flushed.message}"}
         if self._push is not push:
             return 409, {"error": f"another push has begun meanwhile: {self._closed}"}
         _set_version(manager, version)
-        self._closed = self._push = None
+        self._closed, self._push, self._pushed = None, None, True
         return 200, {}
 
     async def _drained(self, timeout_s: float) -> bool:
