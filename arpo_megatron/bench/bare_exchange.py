@@ -69,7 +69,10 @@ class BareExchange:
 
     def __init__(self, control: "Control", exchange: "Exchange") -> None:
         rank = self._rank = control.rank
-        rounds = [[(each.sender, each.receiver, each.bytes) for each in turn] for turn in exchange.rounds]
+        rounds = [
+            [(each.sender, each.receiver, each.bytes) for send in turn for each in send.messages()]
+            for turn in exchange.rounds
+        ]
         plan = self._plan = _Plan(rounds, exchange.bucket_holders, control.ranks)
         if rank == 0:
             self._store = bare.make_store(plan.processes)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ import numpy as np
 import requests
 from numpy.typing import NDArray
 
-from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType
+from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType, boxes_from_json
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
 from arpo_megatron.errors import UserError
@@ -177,7 +178,8 @@ class EngineAdmin:
         """
         request = {"types": {name: kind.as_json() for name, kind in types.items()}, "together": together}
         answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))
-        return [[EngineShard.from_json(rank) for rank in engine] for engine in answers]
+        boxes = cache(boxes_from_json)
+        return [[EngineShard(rank["device"], rank["host"], boxes(rank["boxes"])) for rank in each] for each in answers]
 
     def send_to_ranks(self, action: str, engines: Sequence[Sequence[object]]) -> None:
         """Do an action in every rank of every engine; each gets its own value. Raises WeightPushError: one refuses."""

@@ -6,24 +6,40 @@ the work: the nearest one sends, and among equally near ones the one that has th
 
 The plan is a pure function of both sides' boxes, so every trainer rank computes the same one. It consists of rounds. In
 a round, a process handles at most one bucket of bytes; two rounds are in flight, so it holds at most two buckets.
+
+A mixture has some 20,000 tensors, and each engine rank receives a part of nearly all of them. Tensors that are equal in
+type and in boxes on both sides are therefore planned as one. They become messages in the two processes that exchange
+them.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
-from arpo_megatron.engine.wire.boxes import Box, BoxPart, EngineShard, TensorType, WeightMessage, intersect, size
+from arpo_megatron.engine.wire.boxes import (
+    AlikeParts,
+    Box,
+    Boxes,
+    EngineShard,
+    PlannedSend,
+    TensorType,
+    intersect,
+    padded,
+    size,
+)
 from arpo_megatron.models.mapping import Entry, ShardRule, entries
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, with_scales
 
-ALONE_BYTES = 2**18
-"""A piece of at least this size travels alone, so that no side must copy it if it is contiguous there. Smaller ones
-share a message: copying them takes less time than sending many messages."""
+_NEAR = 3
+"""Alike tensors are planned as one if each comes within this many names after the one before it. That is enough for a
+layer's experts with their scales, and no tensor has to wait for those of other layers."""
 
-Round = tuple[WeightMessage, ...]
+Round = tuple[PlannedSend, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,58 +152,104 @@ def _assign(
     engines: Sequence[EngineShard],
     types: Mapping[str, TensorType],
     bucket_bytes: int,
-) -> list[dict[int, deque[BoxPart]]]:
-    """Return, for each engine rank, the pieces that each trainer rank sends to it. Raises ValueError: `plan_rounds`."""
-    queues: list[dict[int, deque[BoxPart]]] = [{} for _ in engines]
+) -> list[dict[int, deque[AlikeParts]]]:
+    """Return, for each engine rank, the parts that each trainer rank sends to it. Raises ValueError: `plan_rounds`."""
+    queues: list[dict[int, deque[AlikeParts]]] = [{} for _ in engines]
     sent = [0] * len(trainers)
-    for name, kind in types.items():
-        distinct: set[Box] = set()
-        for receiver, engine in enumerate(engines):
-            for at, box in enumerate(engine.boxes.get(name, ())):
-                distinct.add(box)
-                found = 0
-                for own, ranks in held[name].items():
-                    if (common := intersect(box, own)) is None:
-                        continue
-                    found += size(common)
-                    sender = min(ranks, key=lambda rank: (_distance(trainers[rank], engine), sent[rank], rank))
-                    pieces = list(_pieces(name, at, common, kind, bucket_bytes))
-                    sent[sender] += sum(piece.bytes for piece in pieces)
-                    queues[receiver].setdefault(sender, deque()).extend(pieces)
-                if found != size(box):
-                    raise ValueError(f"the trainer holds {found} of the {size(box)} elements of {name}{list(box)}")
-        if (covered := _union(distinct)) != size(kind.whole):
+
+    @cache
+    def nearest(ranks: tuple[int, ...], device: str, host: str) -> list[int]:
+        distances = [_distance(trainers[rank], device, host) for rank in ranks]
+        least = min(distances)
+        return [rank for rank, distance in zip(ranks, distances, strict=True) if distance == least]
+
+    layouts = {id(engine.boxes): engine.boxes for engine in engines}
+    for names in _alike(held, list(layouts.values()), types):
+        name, kind = names[0], types[names[0]]
+        if (covered := _union({box for boxes in layouts.values() for box in boxes.get(name, ())})) != size(kind.whole):
             raise ValueError(f"the engines hold {covered} of the {size(kind.whole)} elements of {name}")
+        parts = {key: list(_parts(names, boxes, held, kind, bucket_bytes)) for key, boxes in layouts.items()}
+        for receiver, engine in enumerate(engines):
+            for ranks, pieces in parts[id(engine.boxes)]:
+                sender = min(nearest(ranks, engine.device, engine.host), key=lambda rank: (sent[rank], rank))
+                sent[sender] += sum(piece.bytes for piece in pieces) * len(names)
+                queues[receiver].setdefault(sender, deque()).extend(pieces)
     return queues
 
 
+def _alike(
+    held: Mapping[str, Mapping[Box, Sequence[int]]], layouts: Sequence[Boxes], types: Mapping[str, TensorType]
+) -> list[tuple[str, ...]]:
+    """Return the tensors in groups, within which type, owners and boxes on every engine rank are equal."""
+    groups: list[list[str]] = []
+    latest: dict[Any, tuple[int, list[str]]] = {}
+    for index, (name, kind) in enumerate(types.items()):
+        owned = tuple((box, tuple(ranks)) for box, ranks in held[name].items())
+        key = kind, owned, tuple(tuple(boxes.get(name, ())) for boxes in layouts)
+        at, group = latest.get(key, (-1, []))
+        if not group or index - at > _NEAR:
+            group = []
+            groups.append(group)
+        group.append(name)
+        latest[key] = index, group
+    return [tuple(group) for group in groups]
+
+
+def _parts(
+    names: tuple[str, ...],
+    boxes: Boxes,
+    held: Mapping[str, Mapping[Box, Sequence[int]]],
+    kind: TensorType,
+    bucket_bytes: int,
+) -> Iterator[tuple[tuple[int, ...], list[AlikeParts]]]:
+    """Yield what an engine rank with these boxes receives of alike tensors, and the trainer ranks that have it.
+
+    Raises:
+        ValueError: no trainer rank has a part of it.
+    """
+    for at, box in enumerate(boxes.get(names[0], ())):
+        found = 0
+        for own, ranks in held[names[0]].items():
+            if (common := intersect(box, own)) is not None:
+                found += size(common)
+                yield tuple(ranks), list(_pieces(names, at, common, kind, bucket_bytes))
+        if found != size(box):
+            raise ValueError(f"the trainer holds {found} of the {size(box)} elements of {names[0]}{list(box)}")
+
+
 def _next_round(
-    queues: list[dict[int, deque[BoxPart]]], bucket_holders: Sequence[int], bucket_bytes: int, turn: int
+    queues: list[dict[int, deque[AlikeParts]]], bucket_holders: Sequence[int], bucket_bytes: int, turn: int
 ) -> Round:
-    """Take as many pieces as every process may handle in one round."""
+    """Take as many parts as every process may handle in one round."""
     handled: dict[int, int] = defaultdict(int)
-    messages: list[WeightMessage] = []
+    sends: list[PlannedSend] = []
+
+    def fitting(process: int, count: int) -> int:
+        return max((bucket_bytes - handled[process]) // count, 0 if handled[process] else 1)
+
     for receiver, queue in enumerate(queues):
         senders = sorted(queue)
         first = (receiver + turn) % len(senders) if senders else 0
         for sender in (*senders[first:], *senders[:first]):  # receivers start at different senders
-            taken: list[BoxPart] = []
+            taken: list[AlikeParts] = []
             processes = {sender, bucket_holders[receiver]}
             while queue[sender]:
-                count = WeightMessage(sender, receiver, (queue[sender][0],)).bytes
-                if any(handled[process] and handled[process] + count > bucket_bytes for process in processes):
+                count = padded(queue[sender][0].bytes)
+                fits = min(fitting(process, count) for process in processes)
+                if not fits:
                     break
+                parts, others = queue[sender].popleft().divided(fits)
+                if others.names:
+                    queue[sender].appendleft(others)
                 for process in processes:
-                    handled[process] += count
-                taken.append(queue[sender].popleft())
-            alone = [piece for piece in taken if piece.bytes >= ALONE_BYTES]
-            together = tuple(piece for piece in taken if piece.bytes < ALONE_BYTES)
-            messages += [WeightMessage(sender, receiver, (piece,)) for piece in alone]
-            messages += [WeightMessage(sender, receiver, together)] if together else []
-    return tuple(messages)
+                    handled[process] += count * len(parts.names)
+                taken.append(parts)
+            if taken:
+                sends.append(PlannedSend(sender, receiver, tuple(taken)))
+    return tuple(sends)
 
 
-def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Iterator[BoxPart]:
+def _pieces(names: tuple[str, ...], at: int, box: Box, kind: TensorType, limit: int) -> Iterator[AlikeParts]:
     """Divide a box into pieces of at most `limit` bytes: some rows, in FP8 with whole blocks."""
     (first, last), *others = box
     row = size(tuple(others)) * kind.torch_dtype.itemsize
@@ -195,11 +257,11 @@ def _pieces(name: str, at: int, box: Box, kind: TensorType, limit: int) -> Itera
     step = max(1, limit // (unit * row)) * unit
     for start in range(first, last, step):
         stop = min(last, start + step)
-        yield BoxPart(name, at, ((start, stop), *others), (stop - start) * row)
+        yield AlikeParts(names, at, ((start, stop), *others), (stop - start) * row)
 
 
-def _distance(trainer: TrainerShard, engine: EngineShard) -> int:
-    return 0 if trainer.device == engine.device else 1 if trainer.host == engine.host else 2
+def _distance(trainer: TrainerShard, device: str, host: str) -> int:
+    return 0 if trainer.device == device else 1 if trainer.host == host else 2
 
 
 def _union(boxes: set[Box]) -> int:

@@ -1,10 +1,14 @@
 """Random models, and the shards that trainer ranks and SGLang's ranks hold of them."""
 
+from collections.abc import Iterator, Sequence
+from itertools import product
+
 from hypothesis import strategies as st
 
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.engine.wire.boxes import Box, EngineShard
 from arpo_megatron.models.known import KNOWN_MODELS
-from arpo_megatron.models.mapping import sizes
+from arpo_megatron.models.mapping import Entry, sizes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.reshard import TrainerShard, pushed
 
@@ -32,19 +36,30 @@ def random_spec(draw: st.DrawFn) -> ModelSpec:
 
 
 def trainer_shards(draw: st.DrawFn, spec: ModelSpec) -> list[TrainerShard]:
-    """All ranks of a layout in Megatron's order: tensor, then data, then pipeline; experts over tensor x data."""
+    """All ranks of a random layout; see `trainer_ranks`."""
     tensor, data, pipeline, virtual = (draw(st.sampled_from(each)) for each in ([1, 2, 4], [1, 2], [1, 2], [1, 2]))
     virtual = virtual if pipeline > 1 else 1
     expert = draw(st.sampled_from([each for each in (1, 2, 4) if (tensor * data) % each == 0])) if spec.experts else 1
-    expert_tensor = tensor if expert == 1 else 1
-    table = pushed(spec)
-    chunk = spec.layers // (pipeline * virtual)
+    layout = ParallelConfig(tensor=tensor, data=data, pipeline=pipeline, virtual_pipeline=virtual, expert=expert)
+    return trainer_ranks(spec, pushed(spec), layout, gpus_per_node=4)
+
+
+def trainer_ranks(
+    spec: ModelSpec, table: Sequence[Entry], layout: ParallelConfig, gpus_per_node: int
+) -> list[TrainerShard]:
+    """All ranks in Megatron's order: tensor, then data, then pipeline; experts over tensor x data.
+
+    Args:
+        spec: the model.
+        table: result of `pushed`.
+        layout: of the trainer, without context parallelism.
+        gpus_per_node: number of ranks on a host.
+    """
+    tensor, pipeline, expert = layout.tensor, layout.pipeline, layout.expert
+    chunk = spec.layers // (pipeline * layout.virtual_pipeline)
     count = 0 if spec.experts is None else spec.experts.count // expert
-    shards = []
-    for rank in range(tensor * data * pipeline):
-        stage, row = rank // (tensor * data), rank % tensor
-        place = rank % (tensor * data) // expert_tensor % expert
-        held = []
+
+    def held(stage: int, place: int) -> Iterator[int]:
         for index, entry in enumerate(table):
             if entry.layer is None:
                 first = entry.megatron[0].startswith("embedding")
@@ -52,38 +67,50 @@ def trainer_shards(draw: st.DrawFn, spec: ModelSpec) -> list[TrainerShard]:
             else:
                 mine = entry.layer // chunk % pipeline == stage
             if mine and (entry.expert is None or entry.expert // count == place):
-                held.append(index)
-        expert_row = (row, tensor) if expert == 1 else (0, 1)
-        shards.append(TrainerShard(f"gpu{rank}", f"node{rank // 4}", (row, tensor), expert_row, tuple(held)))
+                yield index
+
+    indices = {each: tuple(held(*each)) for each in product(range(pipeline), range(expert))}
+    shards = []
+    for rank in range(layout.world_size):
+        stage, inner = divmod(rank, tensor * layout.data)
+        place = inner // layout.expert_tensor % expert
+        rows = (rank % tensor, tensor), (rank % layout.expert_tensor, layout.expert_tensor)
+        shards.append(TrainerShard(f"gpu{rank}", f"node{rank // gpus_per_node}", *rows, indices[stage, place]))
     return shards
 
 
 def engine_shards(draw: st.DrawFn, spec: ModelSpec) -> list[EngineShard]:
-    """The ranks of engines as SGLang divides a model.
-
-    The vocabulary is padded to a multiple of 64, MLP widths to one of the ranks; key and value heads are copied if
-    there are more ranks than heads; with expert parallelism a rank has whole experts.
-    """
+    """The ranks of engines of a random layout; see `engine_boxes`."""
     tensor, replicas = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2]))
     if spec.heads % tensor:
         tensor = 1
     whole_experts = spec.experts is not None and tensor <= spec.experts.count and draw(st.booleans())
     near = draw(st.booleans())
-    shards = []
-    for replica in range(replicas):
-        for rank in range(tensor):
-            boxes: dict[str, list[Box]] = {}
-            for entry in pushed(spec):
-                whole = entry.expert is not None and whole_experts
-                for name, shape in entry.hf.items():
-                    box = _expert_box(spec, shape, rank, tensor, entry.expert or 0) if whole else None
-                    if not whole:
-                        box = _engine_box(spec, name, shape, rank, tensor)
-                    if box is not None:
-                        boxes[name] = [box]
-            number = replica * tensor + rank
-            shards.append(EngineShard("gpu0" if near else f"other{number}", "node0" if near else "far", boxes))
-    return shards
+    boxes = [engine_boxes(spec, pushed(spec), rank, tensor, whole_experts=whole_experts) for rank in range(tensor)]
+    return [
+        EngineShard("gpu0" if near else f"other{number}", "node0" if near else "far", boxes[number % tensor])
+        for number in range(replicas * tensor)
+    ]
+
+
+def engine_boxes(
+    spec: ModelSpec, table: Sequence[Entry], rank: int, ranks: int, *, whole_experts: bool = False
+) -> dict[str, list[Box]]:
+    """The boxes of one rank of an engine, as SGLang divides a model.
+
+    The vocabulary is padded to a multiple of 64, MLP widths to one of the ranks; key and value heads are copied if
+    there are more ranks than heads; with expert parallelism a rank has whole experts.
+    """
+    boxes: dict[str, list[Box]] = {}
+    for entry in table:
+        whole = entry.expert is not None and whole_experts
+        for name, shape in entry.hf.items():
+            box = _expert_box(spec, shape, rank, ranks, entry.expert or 0) if whole else None
+            if not whole:
+                box = _engine_box(spec, name, shape, rank, ranks)
+            if box is not None:
+                boxes[name] = [box]
+    return boxes
 
 
 def _expert_box(spec: ModelSpec, shape: tuple[int, ...], rank: int, ranks: int, expert: int) -> Box | None:
@@ -96,8 +123,8 @@ def _engine_box(spec: ModelSpec, name: str, shape: tuple[int, ...], rank: int, r
     if "norm" in name or name.endswith("mlp.gate.weight"):
         return whole
     if any(part in name for part in ("k_proj", "v_proj")):
-        held = max(1, spec.kv_heads // ranks) * spec.head_dim
-        first = rank * spec.kv_heads // ranks * spec.head_dim
+        rows = shape[0] // spec.kv_heads
+        held, first = max(1, spec.kv_heads // ranks) * rows, rank * spec.kv_heads // ranks * rows
         return ((first, first + held), *whole[1:])
     dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
     padded = -(-shape[dim] // 64) * 64 if "embed" in name or "lm_head" in name else shape[dim]

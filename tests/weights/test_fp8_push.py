@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,8 +205,8 @@ def push_wrongly(url: str, directory: Path) -> None:
         rounds = planned(*args)
         return [
             tuple(
-                WeightMessage(m.sender, m.receiver, tuple(p for p in m.pieces if not p.name.endswith(SCALES)))
-                for m in turn
+                replace(send, parts=tuple(part for part in send.parts if not part.names[0].endswith(SCALES)))
+                for send in turn
             )
             for turn in rounds
         ]

@@ -20,7 +20,7 @@ from arpo_megatron.engine.admin import EngineEndpoint, WeightPushError
 from arpo_megatron.engine.server.incoming import FromMemory
 from arpo_megatron.engine.server.receive import Shard
 from arpo_megatron.engine.wire import sharing
-from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, PLAN_ACTION, EngineShard, TensorType
+from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, PLAN_ACTION, EngineShard, TensorType, boxes_from_json
 from arpo_megatron.engine.wire.devices import device_name, host_name
 from arpo_megatron.utils.stores import rank_store
 from arpo_megatron.weights.control import Control
@@ -77,9 +77,8 @@ class Engine:
 
     def layout(self) -> list[EngineShard]:
         request = {"types": dict.fromkeys(NAMES, (SHAPE, "float32")), "together": [[name] for name in NAMES]}
-        return [
-            EngineShard(**rank.describe(model, request)) for rank, model in zip(self.ranks, self.models, strict=True)
-        ]
+        answers = [rank.describe(model, request) for rank, model in zip(self.ranks, self.models, strict=True)]
+        return [EngineShard(each["device"], each["host"], boxes_from_json(each["boxes"])) for each in answers]
 
     def send_to_ranks(self, action: str, engines: Sequence[Sequence[Any]]) -> None:
         wait(self._running)  # SGLang's ranks do one thing at a time

@@ -20,7 +20,7 @@ from arpo_megatron.config import JobConfig, ModelConfig
 from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.checksums import held_pieces
-from arpo_megatron.engine.wire.boxes import BoxPart, TensorType, WeightMessage
+from arpo_megatron.engine.wire.boxes import BoxPart, TensorType
 from arpo_megatron.engine.wire.checksums import ChecksummedPart, difference
 from arpo_megatron.trainer.consistency import GAP_LIMITS, gap_limit
 from arpo_megatron.weights import reshard
@@ -184,7 +184,10 @@ def test_short_probe_stops_wrong_values_of_a_float32_push_without_checksums(
 def without(rounds: list[Any], name: str) -> list[Any]:
     return [
         tuple(
-            WeightMessage(each.sender, each.receiver, tuple(piece for piece in each.pieces if piece.name != name))
+            replace(
+                each,
+                parts=tuple(replace(part, names=tuple(n for n in part.names if n != name)) for part in each.parts),
+            )
             for each in turn
         )
         for turn in rounds
@@ -192,9 +195,7 @@ def without(rounds: list[Any], name: str) -> list[Any]:
 
 
 def doubled(rounds: list[Any], name: str) -> list[Any]:
-    return rounds + [
-        tuple(each for each in turn if any(piece.name == name for piece in each.pieces)) for turn in rounds
-    ]
+    return rounds + [tuple(each for each in turn if any(name in part.names for part in each.parts)) for turn in rounds]
 
 
 @pytest.mark.parametrize("change", [without, doubled])

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo_megatron.engine.wire.boxes import Box, EngineShard, TensorType, intersect, size
-from arpo_megatron.models.known import KNOWN_MODELS
+from arpo_megatron.jobs.resolve import resolve
+from arpo_megatron.models.known import KNOWN_MODELS, load_spec
 from arpo_megatron.models.mapping import hf_bytes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.reshard import (
@@ -22,7 +23,7 @@ from arpo_megatron.weights.reshard import (
     tensor_types,
 )
 from arpo_megatron.weights.sync import carriers, choose_transport
-from tests.weights.layouts import engine_shards, random_spec, trainer_shards
+from tests.weights.layouts import engine_boxes, engine_shards, random_spec, trainer_ranks, trainer_shards
 
 DTYPE = torch.bfloat16
 Case = tuple[ModelSpec, list[TrainerShard], list[EngineShard], int, bool]
@@ -59,7 +60,7 @@ def test_every_engine_element_comes_once_from_a_rank_that_has_it(
     widest = max(prod(kind.shape[1:]) * 2 for kind in tensor_types(pushed(spec), DTYPE).values())
     for turn in rounds:
         handled: Counter[int] = Counter()
-        for message in turn:
+        for message in (message for send in turn for message in send.messages()):
             for process in {message.sender, bucket_holders[message.receiver]}:
                 handled[process] += message.bytes
             for piece in message.pieces:
@@ -95,11 +96,36 @@ def test_replicas_share_the_sending(data: int, replicas: int, tensor: int) -> No
     rounds = planned(small, trainers, engines, bucket, [data + rank for rank in range(len(engines))])
     sent = Counter(dict.fromkeys(range(data), 0))
     for turn in rounds:
-        for message in turn:
+        for message in (message for send in turn for message in send.messages()):
             sent[message.sender] += message.bytes
     largest = max(2 * prod(kind.shape) for kind in tensor_types(pushed(small), DTYPE).values())
     assert max(sent.values()) - min(sent.values()) <= largest
     assert sum(sent.values()) == len(engines) * hf_bytes(small, 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pieces", "planned"),
+    [("moe_30b_a3b+16nodes", 2_400_000, 100_000), ("moe_30b_a3b+fp8_engine", 300_000, 50_000)],
+)
+def test_plan_of_a_large_mixture_is_small(recipe: str, pieces: int, planned: int) -> None:
+    """Every trainer rank makes the plan, so the experts of a layer are planned as one."""
+    job = resolve(recipe)
+    spec, ranks, fp8 = load_spec(job.model), job.engine.tensor, job.engine.quantization == "fp8"
+    table = pushed(spec, fp8=fp8)
+    trainers = trainer_ranks(spec, table, job.parallel, gpus_per_node=8)
+    boxes = [engine_boxes(spec, table, rank, ranks, whole_experts=job.engine.expert > 1) for rank in range(ranks)]
+    engines = [EngineShard(each.device, each.host, boxes[rank % ranks]) for rank, each in enumerate(trainers)]
+    rounds = plan_rounds(
+        owners(table, trainers),
+        trainers,
+        engines,
+        tensor_types(table, DTYPE),
+        job.sync.bucket_bytes,
+        carriers(trainers, engines),
+    )
+    parts = [part for turn in rounds for send in turn for part in send.parts]
+    assert sum(len(part.names) for part in parts) > pieces
+    assert len(parts) < planned
 
 
 @given(cases())

@@ -22,6 +22,7 @@ from arpo_megatron.engine.wire.boxes import (
     JOIN_ACTION,
     LAYOUT_ACTION,
     PLAN_ACTION,
+    PlannedSend,
     TensorType,
     WeightMessage,
 )
@@ -50,7 +51,8 @@ class Shard:
         types = {name: TensorType.from_json(kind) for name, kind in request["types"].items()}
         self.parameters = EngineParameters(model, types, request["together"])
         device = next(model.parameters()).device
-        return {"device": device_name(device), "host": host_name(), "boxes": self.parameters.boxes()}
+        boxes = json.dumps(self.parameters.boxes())
+        return {"device": device_name(device), "host": host_name(), "boxes": boxes}
 
     def accept_plan(self, rounds: Sequence[Sequence[Any]]) -> None:
         """Take `PLAN_ACTION`'s rounds for this rank.
@@ -59,7 +61,7 @@ class Shard:
             ValueError: the pieces do not cover what this rank holds exactly once, or no layout was asked for.
         """
         self.leave()
-        plan = [[WeightMessage.from_json(data) for data in turn] for turn in rounds]
+        plan = [[each for data in turn for each in PlannedSend.from_json(data).messages()] for turn in rounds]
         self._held().check_cover([piece for turn in plan for message in turn for piece in message.pieces])
         self._rounds = plan
 

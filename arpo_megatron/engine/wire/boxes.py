@@ -4,8 +4,9 @@ Both sides describe what they hold as boxes of Hugging Face tensors. A box has o
 division by rows or columns is a box, whatever the parameter is fused with.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
 
@@ -23,6 +24,10 @@ JOIN_ACTION = "arpo-join:"
 """Prefix of the action with which each rank connects to the trainer; JSON follows."""
 EXCHANGE_FORMAT = "arpo-exchange:"
 """Prefix of the `load_format` of the request that starts an exchange; JSON follows."""
+
+ALONE_BYTES = 2**18
+"""A piece of at least this size travels alone, so that no side must copy it if it is contiguous there. Smaller ones
+share a message: copying them takes less time than sending many messages."""
 
 _ALIGNMENT = 16
 
@@ -91,6 +96,10 @@ class TensorType:
         return cls(tuple(shape), dtype)
 
 
+Boxes = Mapping[str, Sequence[Box]]
+"""The parts of each tensor that one rank of an engine holds. Several may be equal, if the rank keeps copies."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineShard:
     """The parts of tensors that one rank of an engine holds, and its place."""
@@ -99,14 +108,13 @@ class EngineShard:
     """UUID of the GPU, or boot ID of a machine without GPUs."""
     host: str
     """Boot ID of the machine."""
-    boxes: dict[str, list[Box]]
-    """Its parts of each tensor. Several may be equal, if the rank keeps copies."""
+    boxes: Boxes
+    """Equal ranks of an engine's replicas share one object, so that a plan is made once for all of them."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Return the object whose fields `data` has, after a way through JSON."""
-        boxes = {name: [tuple((a, b) for a, b in box) for box in of_name] for name, of_name in data["boxes"].items()}
-        return cls(data["device"], data["host"], boxes)
+
+def boxes_from_json(text: str) -> Boxes:
+    """Return the boxes whose JSON is `text`."""
+    return {name: [tuple((a, b) for a, b in box) for box in of_name] for name, of_name in json.loads(text).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +126,6 @@ class BoxPart:
     """Index of the receiver's box among its boxes of this tensor."""
     box: Box
     bytes: int
-
-    def as_json(self) -> list[Any]:
-        """Return the fields as JSON-safe values."""
-        return [self.name, self.at, self.box, self.bytes]
-
-    @classmethod
-    def from_json(cls, data: Sequence[Any]) -> Self:
-        """Return the object whose `as_json` gave `data`."""
-        name, at, box, count = data
-        return cls(name, at, tuple((a, b) for a, b in box), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +141,57 @@ class WeightMessage:
     @property
     def bytes(self) -> int:
         """Size of the buffer that `unpack` divides."""
-        return sum(map(_room, self.pieces))
+        return sum(padded(piece.bytes) for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeParts:
+    """Parts of several tensors that are equal in all but the tensor, such as those of a layer's experts."""
+
+    names: tuple[str, ...]
+    """Names of the tensors."""
+    at: int
+    """See `BoxPart`."""
+    box: Box
+    bytes: int
+    """Size of one part."""
+
+    def divided(self, count: int) -> tuple[Self, Self]:
+        """Return the first `count` parts, and the others."""
+        return replace(self, names=self.names[:count]), replace(self, names=self.names[count:])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSend:
+    """All that a trainer rank sends to an engine rank in one round."""
+
+    sender: int
+    """See `WeightMessage`."""
+    receiver: int
+    parts: tuple[AlikeParts, ...]
+
+    def messages(self) -> list[WeightMessage]:
+        """Return the messages in which it travels, in their order."""
+        pieces = [BoxPart(name, each.at, each.box, each.bytes) for each in self.parts for name in each.names]
+        small = tuple(piece for piece in pieces if piece.bytes < ALONE_BYTES)
+        found = [(piece,) for piece in pieces if piece.bytes >= ALONE_BYTES]
+        return [WeightMessage(self.sender, self.receiver, each) for each in (*found, *([small] if small else []))]
 
     def as_json(self) -> list[Any]:
         """Return the fields as JSON-safe values."""
-        return [self.sender, self.receiver, [piece.as_json() for piece in self.pieces]]
+        return [self.sender, self.receiver, [(each.names, each.at, each.box, each.bytes) for each in self.parts]]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Self:
         """Return the object whose `as_json` gave `data`."""
-        sender, receiver, pieces = data
-        return cls(sender, receiver, tuple(map(BoxPart.from_json, pieces)))
+        sender, receiver, parts = data
+        return cls(
+            sender,
+            receiver,
+            tuple(
+                AlikeParts(tuple(names), at, tuple((a, b) for a, b in box), count) for names, at, box, count in parts
+            ),
+        )
 
 
 def unpack(flat: Tensor, pieces: Sequence[BoxPart], types: Mapping[str, TensorType]) -> list[Tensor]:
@@ -163,10 +201,10 @@ def unpack(flat: Tensor, pieces: Sequence[BoxPart], types: Mapping[str, TensorTy
         part = flat[start : start + piece.bytes]
         shape = [last - first for first, last in piece.box]
         found.append(part.view(types[piece.name].torch_dtype).view(shape))
-        start += _room(piece)
+        start += padded(piece.bytes)
     return found
 
 
-def _room(piece: BoxPart) -> int:
-    """Return the bytes of a piece in a buffer; torch views only aligned bytes as another type."""
-    return -(-piece.bytes // _ALIGNMENT) * _ALIGNMENT
+def padded(count: int) -> int:
+    """Return the bytes that `count` bytes take in a buffer; torch views only aligned bytes as another type."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

@@ -24,10 +24,10 @@ def send_plan(requests: EngineAdmin, exchange: Exchange) -> None:
     plans: list[list[Any]] = [[] for _ in exchange.bucket_holders]
     for turn in exchange.rounds:
         arriving: dict[int, list[Any]] = defaultdict(list)
-        for message in turn:
-            arriving[message.receiver].append(message.as_json())
-        for receiver, messages in arriving.items():
-            plans[receiver].append(messages)
+        for send in turn:
+            arriving[send.receiver].append(send.as_json())
+        for receiver, sends in arriving.items():
+            plans[receiver].append(sends)
     engines = range(len(exchange.engines))
     requests.send_to_ranks(PLAN_ACTION, [[plans[rank] for rank in exchange.ranks_of(engine)] for engine in engines])
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from arpo_megatron.engine.admin import EngineEndpoint
+from arpo_megatron.engine.wire.boxes import WeightMessage
 from arpo_megatron.weights.reshard import Round
 
 
@@ -19,6 +20,14 @@ class Exchange:
     bucket_holders: Sequence[int]
     """For each engine rank the process that holds its bucket: in `ipc` the trainer rank that carries for it; see
     `reshard.plan_rounds`."""
+
+    def messages_of(self, rank: int) -> list[list[WeightMessage]]:
+        """Return, round by round, the messages that a trainer rank sends or carries."""
+        holders = self.bucket_holders
+        return [
+            [each for send in turn if rank in (send.sender, holders[send.receiver]) for each in send.messages()]
+            for turn in self.rounds
+        ]
 
     def ranks_of(self, engine: int) -> range:
         """Return the indices of an engine's ranks among the ranks of all engines."""

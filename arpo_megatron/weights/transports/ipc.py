@@ -69,10 +69,7 @@ class Ipc:
         """Form the group of trainer ranks, and have each engine rank connect to its carrier."""
         control, rank = self._control, self._control.rank
         self._exchange = exchange
-        self._rounds = [
-            [each for each in round_ if rank in (each.sender, exchange.bucket_holders[each.receiver])]
-            for round_ in exchange.rounds
-        ]
+        self._rounds = exchange.messages_of(rank)
         needed = [sum(each.bytes for each in round_ if self._direct(each) is None) for round_ in self._rounds]
         self._size = max(needed, default=0)
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))

@@ -52,7 +52,7 @@ class Network:
         """Form the group, with the trainer's ranks first."""
         control, rank = self._control, self._control.rank
         self._exchange = exchange
-        self._rounds = [[message for message in turn if message.sender == rank] for turn in exchange.rounds]
+        self._rounds = exchange.messages_of(rank)
         control.on_rank_zero(lambda: announce.send_plan(self._admin, exchange))
         members = control.ranks + len(exchange.bucket_holders)
         timeout = timedelta(seconds=self._admin.timeout_s)
