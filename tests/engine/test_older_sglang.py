@@ -53,7 +53,7 @@ def test_engine_starts_no_second_server(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_model_runner_takes_part_in_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
-    monkeypatch.setattr(receive._shard, "receive", lambda plan, deadline_s: received.append((plan, deadline_s)))
+    monkeypatch.setattr(receive.shard, "receive", lambda plan, deadline_s: received.append((plan, deadline_s)))
     settings = EXCHANGE_FORMAT + json.dumps({"plan": "newest", "deadline_s": 3.0})
     assert receive._receive(None, [], [], [], "group", settings)[0]
     assert received == [("newest", 3.0)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.server.parameters import EngineParameters, find_copies
 from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, box_of, inside, size
@@ -98,6 +99,30 @@ def test_checksum_is_that_of_the_whole_tensor_however_an_engine_holds_it() -> No
         assert difference(held, expected, 17) == "it holds 16 of 17 elements"
     with pytest.raises(ValueError, match=r"cast is torch\.bfloat16 here and float32 in the trainer"):
         held_pieces(model, shapes("cast"))
+
+
+def test_checksums_read_the_parameters_that_the_model_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader is asked once for a layout, and again after a parameter has been replaced."""
+    model, types, asked = Loader(), shapes("up", "rows"), list[nn.Module]()
+    request = {"types": {name: kind.as_json() for name, kind in types.items()}, "together": [["up"], ["rows"]]}
+    load = Loader.load_weights
+    monkeypatch.setattr(Loader, "load_weights", lambda self, weights: (asked.append(self), load(self, weights)))
+    monkeypatch.setattr(receive, "shard", receive.Shard())
+    receive.shard.describe(model, request)
+
+    def checksums() -> list[int]:
+        return [piece.checksum for pieces in held_pieces(model, types).values() for piece in pieces]
+
+    zero = checksums()
+    model.rows.data.fill_(1.0)
+    stored = checksums()
+    assert stored != zero, "values that arrived in place"
+    assert len(asked) == 1
+    model.rows.data = torch.full((2, 4), 2.0)
+    assert checksums() not in (zero, stored)
+    model.fused = nn.Parameter(torch.ones(6, 4))
+    assert checksums()[0] not in (zero[0], stored[0])
+    assert len(asked) == 3
 
 
 def pieces_of(held: dict[str, list[Box]]) -> list[BoxPart]:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from arpo_megatron.engine.server import receive
-from arpo_megatron.engine.server.parameters import find_copies
 from arpo_megatron.engine.wire.boxes import TensorType
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, ChecksummedPart
 
@@ -29,7 +28,7 @@ def held_pieces(model: nn.Module, types: Mapping[str, TensorType]) -> dict[str, 
         ValueError: the parameters hold a tensor in another number format, so its bits are different.
     """
     held: dict[str, list[ChecksummedPart]] = {}
-    for name, copies in find_copies(model, types).items():
+    for name, copies in receive.shard.copies(model, types).items():
         for values, _ in copies:
             if values.dtype != types[name].torch_dtype:
                 raise ValueError(f"{name} is {values.dtype} here and {types[name].dtype} in the trainer")

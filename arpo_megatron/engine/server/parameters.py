@@ -77,7 +77,8 @@ class EngineParameters:
         self._model = model
         self.types = types
         self.device = next(model.parameters()).device
-        copies = find_copies(model, types)
+        self._memory = _memory_of(model)
+        self._copies = copies = find_copies(model, types)
         parts = {name: _as_boxes(of_name, types[name].shape) for name, of_name in copies.items()}
         self._parts = {name: boxes for name, boxes in parts.items() if boxes}
         # Without a copy, the rank does not hold the tensor.
@@ -101,6 +102,11 @@ class EngineParameters:
         for name, box in self._held():
             found.setdefault(name, []).append(box)
         return found
+
+    def known_copies(self, model: nn.Module, types: Mapping[str, TensorType]) -> dict[str, list[Copy]] | None:
+        """Return the result of `find_copies` if it is known and no parameter was replaced since; None otherwise."""
+        known = model is self._model and types == self.types and _memory_of(model) == self._memory
+        return self._copies if known else None
 
     def check_cover(self, pieces: Sequence[BoxPart]) -> None:
         """Check a plan for this rank.
@@ -164,6 +170,12 @@ class EngineParameters:
             kind = self.types[piece.name]
             self._whole[piece.name] = torch.empty(kind.shape, dtype=kind.torch_dtype, device=self.device)
         return inside(self._whole[piece.name], self.types[piece.name].whole, piece.box)
+
+
+def _memory_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Return the place in memory, and its form, of each parameter and buffer."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, each.data_ptr(), each.dtype, each.shape, each.stride()) for name, each in tensors]
 
 
 def _check_formats(name: str, sent: torch.dtype, held: Sequence[torch.dtype]) -> None:

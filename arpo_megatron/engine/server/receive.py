@@ -9,14 +9,14 @@ all tensors of their parameter have arrived, and then loaded.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
 
 from arpo_megatron.engine.server.incoming import FromGroup, FromMemory, Incoming
-from arpo_megatron.engine.server.parameters import EngineParameters
+from arpo_megatron.engine.server.parameters import Copy, EngineParameters, find_copies
 from arpo_megatron.engine.wire.boxes import (
     EXCHANGE_FORMAT,
     JOIN_ACTION,
@@ -53,6 +53,11 @@ class Shard:
         device = next(model.parameters()).device
         boxes = json.dumps(self.parameters.boxes())
         return {"device": device_name(device), "host": host_name(), "boxes": boxes}
+
+    def copies(self, model: Any, types: Mapping[str, TensorType]) -> dict[str, list[Copy]]:
+        """Return the result of `find_copies`, which takes SGLang seconds for a mixture, from the layout if it holds."""
+        known = None if self.parameters is None else self.parameters.known_copies(model, types)
+        return find_copies(model, types) if known is None else known
 
     def accept_plan(self, rounds: Sequence[Sequence[Any]]) -> None:
         """Take `PLAN_ACTION`'s rounds for this rank.
@@ -109,7 +114,7 @@ class Shard:
         self._incoming, self._rounds = None, []
 
 
-_shard = Shard()
+shard = Shard()
 """The shard of this process."""
 
 
@@ -131,12 +136,12 @@ def answer(model: Any, rank: int, action: str) -> dict[str, Any] | None:
         Exception: this rank refuses.
     """
     if action.startswith(LAYOUT_ACTION):
-        return _shard.describe(model, json.loads(action.removeprefix(LAYOUT_ACTION)))
-    for prefix, work in ((PLAN_ACTION, _shard.accept_plan), (JOIN_ACTION, _shard.join)):
+        return shard.describe(model, json.loads(action.removeprefix(LAYOUT_ACTION)))
+    for prefix, work in ((PLAN_ACTION, shard.accept_plan), (JOIN_ACTION, shard.join)):
         if action.startswith(prefix):
             work(json.loads(action.removeprefix(prefix))[rank])
             return {}
-    return _shard.received() if action == RECEIVED_ACTION else None
+    return shard.received() if action == RECEIVED_ACTION else None
 
 
 def _receive(
@@ -151,7 +156,7 @@ def _receive(
     if names or load_format is None or not load_format.startswith(EXCHANGE_FORMAT):
         return False, "Failed to update parameter online: this engine takes the exchanges of arpo-megatron only"
     try:
-        _shard.receive(**json.loads(load_format.removeprefix(EXCHANGE_FORMAT)))
+        shard.receive(**json.loads(load_format.removeprefix(EXCHANGE_FORMAT)))
     except Exception as error:  # it would end the engine; the gate stays closed, and the sender gets the message
         return False, f"Failed to update parameter online: {type(error).__name__}: {error}"
     return True, "Succeeded to update parameter online."
