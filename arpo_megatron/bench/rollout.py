@@ -81,8 +81,6 @@ class Run:
     """CPU time of this process."""
     busy_share: float = 0.0
     """Share of the wall time with a request in the engine."""
-    mean_batch: float = 0.0
-    """Mean number of requests in the engine."""
 
     def add(self, report: RolloutReport) -> None:
         """Add the counts of a report."""
@@ -129,9 +127,9 @@ class MeteredEngine(EngineClient):
 class Bench:
     """Runs of all schedules on one engine."""
 
-    def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool, steps: int = 0) -> None:
+    def __init__(self, url: str, codec: TokenizerCodec, *, progress: bool, steps: int) -> None:
         self._url = url
-        self._steps = steps or STEPS
+        self._steps = steps
         self._codec = codec
         self._progress = progress
         self._policy = make_branch_policy(ALGORITHM, vocabulary_size=codec.vocabulary_size, seed=SEED)
@@ -165,7 +163,6 @@ class Bench:
             found.seconds = time.monotonic() - began
             found.controller_s = time.process_time() - cpu
             found.busy_share = engine.busy_s / found.seconds
-            found.mean_batch = engine.request_s / found.seconds
         self.log(f"{latency}, {schedule}: {found.seconds:.1f} s, {found.tokens / found.seconds:.0f} tokens/s")
         return found
 
@@ -195,7 +192,7 @@ class Bench:
         self, engine: MeteredEngine, tools: SimulatedTools, found: Run, gate: AdmissionGate, *, ahead: bool
     ) -> None:
         """Start and collect trees as `TreeCollector` does, with max_staleness 1 (`ahead`) or 0."""
-        config = _job(ahead=ahead)
+        config = _job(self._steps, ahead=ahead)
         pool = new_pool(engine, tools, self._codec, self._policy, SEED, gate)
         settings = RolloutSettings(ALGORITHM, ALGORITHM.group_size, Sampling(), LIMITS)
         first = self._version + 1
@@ -267,7 +264,6 @@ def _speedups(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     partial = [ways["partial"] for ways in runs.values()]
     figures["prefill_over_unique_partial"] = sum(run.computed for run in partial) / sum(run.unique for run in partial)
     figures["controller_ms_http"] = 1e3 * sum(r.controller_s for r in trees) / sum(r.segments for r in trees)
-    figures["engine_busy_share"] = min(run.busy_share for run in trees)
     return figures
 
 
@@ -275,11 +271,11 @@ def _plain(runs: dict[str, dict[str, Run]]) -> dict[str, Any]:
     return {latency: {way: asdict(run) for way, run in ways.items()} for latency, ways in runs.items()}
 
 
-def _job(*, ahead: bool) -> JobConfig:
+def _job(steps: int, *, ahead: bool) -> JobConfig:
     """Return a config whose schedule is used."""
     return JobConfig(
         "bench",
-        train=TrainConfig(steps=STEPS, tasks_per_step=TASKS),
+        train=TrainConfig(steps=steps, tasks_per_step=TASKS),
         rollout=RolloutConfig(max_staleness=int(ahead)),
     )
 

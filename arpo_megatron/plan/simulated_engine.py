@@ -100,7 +100,7 @@ class SimulatedEngine:
 
     def __init__(self, model: EngineModel, at: Callable[[float, Callable[[], None]], None], quantum: int = 8) -> None:
         self.model = model
-        self.computed = self.evicted = self.retracted = self.steps = 0
+        self.computed = self.evicted = self.retracted = 0
         self.busy_s = 0.0
         self._at, self._quantum = at, quantum
         self._queue: list[Request] = []
@@ -201,7 +201,6 @@ class SimulatedEngine:
             self._grow(request, count)
         decay = (FIRST_RATIO - LAST_RATIO) / RATIO_STEPS * self.model.conservativeness
         self._ratio = max(LAST_RATIO * self.model.conservativeness, self._ratio - count * decay)
-        self.steps += count
         model = self.model
         took = count * (model.step_s + model.request_s * len(self._running) + model.context_s * context)
         self._finish(took)

@@ -125,21 +125,22 @@ class RecordingPool(RecordingHandle):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("steps", [rollout.STEPS, rollout.STEPS // 2])
 def test_benchmark_starts_and_collects_trees_as_a_run_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, ahead: bool
 ) -> None:
     def score(trees: Sequence[RolloutTree], tasks: Sequence[Task], *, step: int) -> list[ScoredTree]:
         one = np.ones(1)
         return [ScoredTree(task, tree, one, one, one == 1) for task, tree in zip(tasks, trees, strict=True)]
 
-    config = rollout._job(ahead=ahead)
-    tasks = [rollout._task(number) for number in range(rollout.TASKS * rollout.STEPS)]
+    config = rollout._job(steps, ahead=ahead)
+    tasks = [rollout._task(number) for number in range(rollout.TASKS * steps)]
     run: Any = RecordingHandle()
     scorer: Any = SimpleNamespace(score=score, begin=lambda *_tree, step: None)
     journal = StepJournal(tmp_path / "step_journal.msgpack", tmp_path, 1, 3600.0, pytest.fail)
     events = EventLog(tmp_path / "events.jsonl")
     collector = TreeCollector(config, run, scorer, EpochSelector(tasks, 1), journal, events)
-    for step in range(rollout.STEPS):
+    for step in range(steps):
         assert len(collector.collect(step)) == rollout.TASKS
 
     async def version() -> int:
@@ -147,7 +148,8 @@ def test_benchmark_starts_and_collects_trees_as_a_run_does(
         return bench._version
 
     write_model(tmp_path / "model")
-    pool, bench = RecordingPool(), rollout.Bench("", TokenizerCodec(tmp_path / "model"), progress=False)
+    pool = RecordingPool()
+    bench = rollout.Bench("", TokenizerCodec(tmp_path / "model"), progress=False, steps=steps)
     bench._version = -1  # so that versions equal steps, as in a run
     monkeypatch.setattr(rollout, "new_pool", lambda *_: pool)
     monkeypatch.setattr(bench, "_new_version", version)
