@@ -301,12 +301,11 @@ class EngineClient:
                 answer = await self._attempt(engine, body, key, first)
                 self._check_version(version_of(answer["meta_info"]))
             except (aiohttp.ClientError, TimeoutError, TransientError) as error:
+                self._count_failure(error, on_retry)
                 if first is not None and first.answer is not None:
                     return first.answer
                 if not self._gate.is_set():
-                    continue  # the pause has cut it short
-                self.retries[failure_reason(error)] += 1
-                on_retry()
+                    continue
                 if isinstance(error, StaleError) and engine not in self._engines:
                     await self._start_bypass(key)
                     continue
@@ -325,6 +324,11 @@ class EngineClient:
             else:
                 engine.record_answer()
                 return answer
+
+    def _count_failure(self, error: Exception, on_retry: Callable[[], None]) -> None:
+        if self._gate.is_set():  # else the pause has cut it short
+            self.retries[failure_reason(error)] += 1
+            on_retry()
 
     async def _is_ready(self, engine: EngineState, ready: Callable[[], Awaitable[None]] | None) -> bool:
         """Check an engine that has failed, and wait until the request is ready; return whether no pause holds it."""

@@ -18,15 +18,17 @@ _STORE = "a push could not empty it, and new weights would read the keys and val
 _EXPERTS = "a weight push expects each expert once, where engine.expert puts it"
 _NCCL = "SGLang would change NCCL's settings in the engine only, and trainer and engine share a group in a push"
 REFUSED: Mapping[str, str] = {
-    "speculative": "entropies are measured for one token of a request at a time",
+    **dict.fromkeys(("speculative", "decoupled_spec", "dllm_"), "entropies are measured for one token at a time"),
     "pp_size": "a weight push reaches tensor-parallel ranks only",
     "disaggregation": "a tree's prefixes must stay in the cache of the engine that decodes",
     "page_size": "trajectories fork at any token, so a page holds one",
     "allow_auto_truncate": "a tree would be trained on a prompt that the engine has shortened",
     "delete_ckpt_after_loading": "a restarted engine reads the model's files again",
     **dict.fromkeys(
-        ("disable_radix_cache", "strip_thinking_cache"), "the branches of a tree share their prefixes through the cache"
+        ("disable_radix_cache", "enable_mis", "strip_thinking_cache"),
+        "the branches of a tree share their prefixes through the cache",
     ),
+    **dict.fromkeys(("is_embedding", "encoder_only"), "the engine generates text"),
     "skip_tokenizer_init": "stop strings are searched in text",
     "incremental_streaming_output": "the client reads streams whose pieces hold all tokens so far",
     **dict.fromkeys(("stream_interval", "preferred_sampling_params"), "each request sets its own"),
@@ -36,8 +38,10 @@ REFUSED: Mapping[str, str] = {
     "json_model_override_args": "trainer and engine read one config of the model",
     **dict.fromkeys(("custom_", "enable_custom_logit_processor", "forward_hooks", "trust_remote_code"), _CODE),
     **dict.fromkeys(("hicache_storage", "enable_lmcache", "enable_flexkv", "radix_cache_backend"), _STORE),
-    **dict.fromkeys(("cpu_offload_gb", "offload_", "enable_lora", "lora_paths", "weight_cache"), _WEIGHTS),
-    **dict.fromkeys(("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key", "kv_events_config"), _SERVER),
+    **dict.fromkeys(("cpu_offload_gb", "offload_", "kt_", "enable_lora", "lora_paths", "weight_cache"), _WEIGHTS),
+    **dict.fromkeys(
+        ("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key", "kv_events_config", "tokenizer_ipc_name"), _SERVER
+    ),
     **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join"), _SHARDS),
     **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "init_expert_location"), _EXPERTS),
     **dict.fromkeys(("enable_symm_mem", "enable_nccl_nvls", "dcp_size"), _NCCL),
@@ -64,7 +68,7 @@ OWN_KEYS: Mapping[str, str] = {
     "default_priority_value": "rollout.priority",
     "schedule_low_priority_values_first": "rollout.priority",
     **dict.fromkeys(("model_path", "host", "port", "api_key", "weight_version", "load_format"), ""),
-    **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step"), ""),
+    **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step", "nccl_port"), ""),
 }
 """Options with a key of their own; "": the launcher sets them."""
 

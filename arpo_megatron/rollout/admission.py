@@ -105,8 +105,7 @@ class KvAdmission:
         if path.resident and engine is not None:
             self._update(grown)
             if engine.used + self._segment > engine.capacity.tokens and tree != self._oldest(engine):
-                path.resident = False
-                path.cached = 0
+                path.resident, path.released = False, True
                 suspended = True
                 self._suspended += 1
                 self._update(grown)
@@ -154,7 +153,7 @@ class KvAdmission:
             heapq.heappush(idle.waiting, each)
         heapq.heapify(busy.waiting)
         for moved in tree.paths.values():
-            moved.cached = 0
+            moved.released = True
         self._moved += 1
         return True
 
@@ -177,7 +176,7 @@ class KvAdmission:
         return granted
 
     def answered(self, engine: int, tree: int, key: PathKey, length: int, cached: int | None) -> int:
-        """Note that a granted request has ended; return the tokens that should have been cached and were not.
+        """Note that a granted request has ended; return the tokens of the path that were computed again.
 
         Args:
             engine: its engine.

@@ -21,12 +21,13 @@ class PathState:
     length: int
     """Tokens from the root to its end so far."""
     cached: int = 0
-    """Tokens of it, from the root, that are expected in the cache."""
+    """Tokens of it, from the root, that an engine has computed since the last push."""
     segments: int = 0
     """Requests answered."""
     resident: bool = False
     released: bool = False
-    """It waited so long for a tool that others got its room, and has not been answered since."""
+    """Others got its room, or its tree moved, and it has not been answered since. Its cached tokens may be gone,
+    which is no reason to cut the margin."""
     asks: bool = False
     """It wants to send a request."""
 

@@ -150,6 +150,9 @@ def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
     found.answered(0, 0, (0,), 800, 699)
     found.end(0, (0,))
     assert granted(found) == [(1, (0,))]
+    before = found.figures().margin
+    assert found.answered(0, 1, (0,), 760, 0) == 699, "others took its room, and it was computed again"
+    assert (found.figures().recomputed, found.figures().margin) == (699, before), "the margin was not too large"
 
 
 def test_path_that_waits_longer_than_a_rebuild_of_the_pool_gives_its_room_away() -> None:
@@ -186,7 +189,9 @@ def test_started_tree_moves_to_an_idle_engine_if_it_keeps_nothing() -> None:
     found.answered(1, 1, (0,), 300, 199)
     found.end(1, (0,))
     assert found.grant() == [((0, (0,)), 1)]
-    assert found.answered(1, 0, (0,), 260, 0) == 0, "nothing was expected in that cache"
+    before = found.figures().margin
+    assert found.answered(1, 0, (0,), 260, 0) == 199, "they were in the other engine's cache"
+    assert found.figures().margin == before, "the margin was not too large"
     found.ask(0, (0,), 270)
     assert found.grant() == [((0, (0,)), 1)], "and it stays there"
     assert found.figures().moved == 1

@@ -60,6 +60,7 @@ def test_request_that_runs_longer_than_its_deadline_fails_or_ends_after_its_firs
             answer = await sample(client, firsts)
             assert answer.finish is EngineFinish.CUT_SHORT
             assert answer.token_ids.tolist() == firsts[0].token_ids.tolist() == [20] * FIRST_TOKENS
+            assert client.retries["timeout"] >= 1
         async with EngineClient(url, request_timeout_s=0.3, retry_for_s=0.1) as client:
             with pytest.raises(EngineUnavailableError, match="does not answer"):
                 await sample(client)
