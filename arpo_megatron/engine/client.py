@@ -88,7 +88,7 @@ class EngineClient:
         self.version = 0
         """Oldest accepted policy version. Answers from older weights, as a restarted engine has, are sampled again."""
         self.pushes = 0
-        """Number of calls of `resume`; each push empties the engines' caches."""
+        """Number of calls of `resume`. Each empties the engines' caches, unless `keeps_kv`."""
         self.retries: Counter[str] = Counter()
         """Retried attempts by reason: connection, timeout, HTTP 503, abort, stale, unreadable."""
         self.on_stale: Callable[[str], None] | None = None

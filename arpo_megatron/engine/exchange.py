@@ -137,7 +137,8 @@ async def abort_all(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.post(f"{url}/abort_request", json={"abort_all": True}, timeout=limit) as aborted:
             await aborted.read()
-        # The engine refuses to flush while a request is running. The next policy cannot use the cache anyway.
+        # The engine refuses to flush while a request is running. If pushes keep the cache, it only answers whether it
+        # is idle (server/gate.py); else the next policy cannot use the cache anyway.
         async with session.post(f"{url}/flush_cache", timeout=limit) as flushed:
             return flushed.status == 200
     except TimeoutError:

@@ -6,7 +6,7 @@ All constants come from the planner, so none of them was measured on the job's G
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,13 +27,19 @@ STEPS = 3
 MOST_TREES = 8
 """Trees per engine and step that are simulated; of more, a part with that part of the KV pool and of the batch."""
 SPREAD = 0.3
-"""Share by which each constant is changed, up and down."""
+"""Share by which each time or size is changed, up and down."""
 WORTH = 0.1
 """Trees that are one policy version old are recommended if they save more than this share of the time."""
 SAME = 0.02
 """Share of the time by which a choice may be slower than the best and still count as the best."""
 
-Constant = Literal["prefill", "decoding", "pool", "tools"]
+Constant = Literal["prefill", "decoding", "tools", "pool"]
+_CONSTANTS: dict[Constant, str] = {
+    "prefill": "the time of prefill",
+    "decoding": "the time of decoding",
+    "tools": "the time of tools",
+    "pool": "the size of the pool",
+}
 Choice = tuple[Literal["kv", "all"], Literal["none", "age"], Literal[0, 1]]
 """`rollout.admission`, `rollout.priority` and `rollout.max_staleness`."""
 CHOICES: tuple[Choice, ...] = (
@@ -88,7 +94,8 @@ class Recommendation:
         ]
         lines.append(f"recommended: {_text(self.choice, ' ', 'rollout.')}")
         if not self.changed:
-            lines.append(f"also if prefill, decoding, pool or tools are {SPREAD:.0%} larger or smaller")
+            constants = "the time of prefill, decoding or tools, or the size of the pool,"
+            lines.append(f"also if {constants} is {SPREAD:.0%} larger or smaller")
         lines += [f"if {what}: {_text(to, ', ')} is better" for what, to in self.changed]
         return "\n".join(lines) + "\n"
 
@@ -180,9 +187,9 @@ def _pick(results: dict[Choice, SimulatedRollout]) -> Choice:
 
 
 def _variations(model: RolloutModel, tools_s: float) -> Iterator[tuple[str, RolloutModel, float]]:
-    for constant in get_args(Constant):
+    for constant, name in _CONSTANTS.items():
         for factor in (1 - SPREAD, 1 + SPREAD):
-            text = f"{constant} is {SPREAD:.0%} {'larger' if factor > 1 else 'smaller'}"
+            text = f"{name} is {SPREAD:.0%} {'larger' if factor > 1 else 'smaller'}"
             if constant == "tools":
                 yield text, model, factor * tools_s
             else:

@@ -137,7 +137,7 @@ class RolloutStats:
     trees_running: int = 0
     """Most trees with a resident path (`AdmissionFigures`), looked at about once a second while trees are collected."""
     trees_waiting: int = 0
-    """Most trees that waited for admission, counted in the same way."""
+    """Most trees without one that waited for admission, counted in the same way."""
 
     @property
     def prefill_over_unique(self) -> float:

@@ -16,9 +16,10 @@ path is RESIDENT from its first request to its end, and only as many paths are r
 - If the tokens of resident paths exceed the pool, the youngest paths that ask for another segment wait again.
 - A path that waits long for a tool is released: others get its room. For each token, keeping costs a part of the pool
   for the time of the wait, and dropping costs the time of a prefill. The costs are equal if the wait is as long as the
-  engine needs to compute its whole pool (`rebuild_s`). So a path is released after that time. An earlier release where
-  calls are mostly slow gains no speed, and more is computed again (docs/reference/performance.md).
-- If most calls take longer, a path counts for its next segment only: it will not be kept until its end.
+  engine needs to compute its whole pool (`rebuild_s`). So a path is released after that time. Releasing earlier if most
+  calls are slow gains no speed and computes more tokens again.
+- If keeping paths during calls costs more than it saves on average, a path counts for its next segment only: it will
+  not be kept until its end.
 """
 
 import heapq
@@ -47,7 +48,7 @@ paths that outgrow the pool are computed again."""
 _STILL_GROWS = 0.7
 """Share of the tokens between its length and the expected one that count for a resident path: when it has grown, others
 have ended. With the costs of an 8B model `plan.simulate` samples 1.1 % more tokens per second with 0.7 than with 1.
-With 0.5 it samples at most 1 % more, and computes more of them again (docs/reference/performance.md)."""
+Smaller shares gain 1 % on average and compute more tokens again (docs/reference/performance.md)."""
 _SMOOTHING = 0.05
 """Weight of the newest path in running means."""
 

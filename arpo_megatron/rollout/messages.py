@@ -88,7 +88,7 @@ class RolloutReport:
     """Finished and failed trees of one collection, and their costs."""
 
     trees: list[RolloutTree]
-    """Finished trees, in the order of their tasks."""
+    """Finished trees: those with the oldest policy version first, in the order of their start."""
     failed: list[FailedTree]
     """Trees that could not be finished."""
     stats: RolloutStats

@@ -72,9 +72,9 @@ class TreeQueue:
     tokens: int = 0
     """Tokens sampled since then."""
     trees_running: int = 0
-    """Most trees of all purposes with a path in an engine since then."""
+    """Most trees of all purposes with an admitted path since then; it may wait for a tool."""
     trees_waiting: int = 0
-    """Most trees of all purposes that waited for admission since then."""
+    """Most trees of all purposes without one that waited for admission since then."""
 
     def note(self, admission: AdmissionFigures) -> None:
         """Note how many trees run and wait now."""

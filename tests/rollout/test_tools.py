@@ -1,4 +1,4 @@
-"""Tool calls survive a killed service and HTTP errors; a call that keeps failing becomes a text for the model."""
+"""Tool calls survive a killed service and HTTP errors; a call that keeps failing raises an error."""
 
 import asyncio
 import signal
@@ -150,6 +150,19 @@ def test_http_errors_are_retried(failures: list[int], expected: tuple[str, str])
 
     got = ask_service(answer, retry_for_s=300)
     assert (got.text, got.status) == expected
+
+
+def test_lasting_http_errors_fail_the_call() -> None:
+    asked = 0
+
+    async def answer(_request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=500, text="oh")
+
+    with pytest.raises(SandboxUnavailable, match="HTTP 500"):
+        ask_service(answer, retry_for_s=1)
+    assert asked > 5, "the call is repeated after the service's client has given up"
 
 
 @pytest.mark.parametrize(("failure", "repeated"), [("temporary", True), ("lasting", False), ("blocked", False)])
