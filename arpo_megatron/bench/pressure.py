@@ -8,6 +8,7 @@ A tool takes a given share of the time in which the engine computes its whole po
 than that, admission would not keep their paths' KV: it would be cheaper to compute it again (`rollout.admission`).
 """
 
+import math
 import sys
 import tempfile
 import time
@@ -69,6 +70,7 @@ class PressureRun:
     """Share of the pool that admission used in the end."""
 
     def add(self, report: RolloutReport, seconds: float) -> None:
+        """Add the counts of a step's report. Raises RuntimeError if a tree failed."""
         if report.failed:
             raise RuntimeError(f"a tree failed: {report.failed[0].reason}")
         counts = report.stats.counts
@@ -121,6 +123,8 @@ async def _alternate(url: str, codec: TokenizerCodec, *, progress: bool) -> tupl
     ):
         await gate.opened()
         tool_s = TOOL_SHARE * gate.admission.patience_s
+        if not math.isfinite(tool_s):
+            raise RuntimeError("the time of a prefill could not be measured; run the benchmark again")
         for step in range(1, STEPS + 1):
             for run, engine, admission in ((free, plain, None), (held, client, gate)):
                 began = time.monotonic()

@@ -169,14 +169,7 @@ def read_generation(answer: Mapping[str, Any], route_request: ExpertRouteRequest
             f"the engine answered {len(token_ids)} tokens with {len(logprobs)} log-probs and {len(entropies)} "
             "entropies: was it started with arpo_megatron.engine.server.main?"
         )
-    reason = meta["finish_reason"]
-    matched = reason.get("matched")
-    if reason["type"] == "length":
-        finish = EngineFinish.LENGTH
-    elif reason["type"] == "abort":
-        finish = EngineFinish.CUT_SHORT
-    else:
-        finish = EngineFinish.STOP_STRING if isinstance(matched, str) else EngineFinish.END_TOKEN
+    finish, matched = read_finish(meta["finish_reason"])
     routes = None if route_request is None else route_request.read(meta, len(token_ids))
     if finish is EngineFinish.CUT_SHORT:
         token_ids, logprobs, entropies = token_ids[:-1], logprobs[:-1], entropies[:-1]
@@ -186,12 +179,19 @@ def read_generation(answer: Mapping[str, Any], route_request: ExpertRouteRequest
         logprobs=logprobs,
         entropies=entropies,
         finish=finish,
-        matched=matched if isinstance(matched, str) else None,
+        matched=matched,
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
         weight_version=version_of(meta),
         routes=routes,
     )
+
+
+def read_finish(reason: Mapping[str, Any]) -> tuple[EngineFinish, str | None]:
+    """Read SGLang's `finish_reason`; return why a generation ended, and the stop string that ended it, if one did."""
+    matched = reason["matched"] if isinstance(reason.get("matched"), str) else None
+    ended = EngineFinish.END_TOKEN if matched is None else EngineFinish.STOP_STRING
+    return {"length": EngineFinish.LENGTH, "abort": EngineFinish.CUT_SHORT}.get(reason["type"], ended), matched
 
 
 def first_tokens(answer: Mapping[str, Any], count: int) -> Generation:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from arpo_megatron.engine.exchange import server_events
-from arpo_megatron.engine.request import EngineFinish, EngineRefusedError, Sampling, version_of
+from arpo_megatron.engine.request import EngineFinish, EngineRefusedError, Sampling, read_finish, version_of
 from arpo_megatron.engine.server.entropy import META_KEY
 from arpo_megatron.engine.wire.endpoints import bearer
 
@@ -98,9 +98,7 @@ class _Reader:
         if reason is not None:
             if reason.get("status_code") == HTTPStatus.BAD_REQUEST:
                 raise EngineRefusedError(str(reason.get("message"))[:500])
-            matched = reason["matched"] if isinstance(reason.get("matched"), str) else None
-            ended = EngineFinish.STOP_STRING if matched is not None else EngineFinish.END_TOKEN
-            finish = {"length": EngineFinish.LENGTH, "abort": EngineFinish.CUT_SHORT}.get(reason["type"], ended)
+            finish, matched = read_finish(reason)
         values = tuple(self._ids), finish, matched, tuple(self._logprobs), tuple(self._entropies)
         return StreamedTokens(*values, version_of(meta))
 

@@ -66,12 +66,14 @@ class SimulatedRollout:
     evicted: int = 0
     """Tokens that its cache evicted for others."""
     retracted: int = 0
+    """How often a running request had to give up its tokens, because the pool was full."""
     requests: int = 0
     busy_share: float = 0.0
     """Share of the time in which the engine computes."""
 
     @property
     def step_s(self) -> float:
+        """Mean seconds of a step."""
         return self.seconds / max(1, self.steps)
 
     @property
@@ -98,7 +100,7 @@ class _Tree:
 
 
 def simulate(model: RolloutModel) -> SimulatedRollout:
-    """Grow all trees and train on them."""
+    """Return the totals of all steps: trees grow, and each step trains on its own."""
     return _Simulation(model).run()
 
 

@@ -100,8 +100,14 @@ class SimulatedEngine:
 
     def __init__(self, model: EngineModel, at: Callable[[float, Callable[[], None]], None], quantum: int = 8) -> None:
         self.model = model
-        self.computed = self.evicted = self.retracted = 0
+        self.computed = 0
+        """Prompt tokens computed so far."""
+        self.evicted = 0
+        """Tokens evicted so far, without those of `flush`."""
+        self.retracted = 0
+        """Running requests that had to give up their tokens so far, because the pool was full."""
         self.busy_s = 0.0
+        """Seconds of all batches so far."""
         self._at, self._quantum = at, quantum
         self._queue: list[Request] = []
         self._running: list[Request] = []
@@ -132,6 +138,7 @@ class SimulatedEngine:
         self._paused = True
 
     def resume(self) -> None:
+        """End a `pause`."""
         self._paused = False
         if not self._active:
             self._active = True
@@ -324,4 +331,5 @@ class SimulatedEngine:
 
 
 def _place(request: Request) -> int:
+    """Return the key by which the queue is sorted."""
     return -request.priority

@@ -49,7 +49,7 @@ class RolloutCounts:
     admission_s: float = 0.0
     """Seconds that requests waited for admission, added up."""
     longest_request_s: float = 0.0
-    """Seconds of the longest request, from its admission to its answer."""
+    """Seconds of the longest answered request, from the start of its last attempt."""
 
     @property
     def prefilled_tokens(self) -> int:

@@ -101,7 +101,7 @@ class AdmissionGate:
     async def _prefill_s(self, tokens: int) -> float:
         """Return the seconds in which an idle engine with a pool of `tokens` computes a prompt token.
 
-        It is infinite if an engine does not compute the probes.
+        It is infinite if an engine does not compute the probes, or the longer one takes no more time than the shorter.
         """
         if len(self._probe_ids) < 2:
             return math.inf
@@ -115,7 +115,8 @@ class AdmissionGate:
                 best[length] = min(best[length], clock() - began)
         except (EngineRefusedError, EngineUnavailableError):
             return math.inf
-        return max(best[large] - best[small], 0.0) / (large - small) if large > small else math.inf
+        longer_s = best[large] - best[small]
+        return longer_s / (large - small) if large > small and longer_s > 0.0 else math.inf
 
     def tree(self, routing_key: str, prompt: int, longest: int) -> "TreeAdmission":
         """Return the admission of a new tree, which is younger than all before it; `KvAdmission.add_tree` has more."""

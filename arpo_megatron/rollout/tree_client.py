@@ -119,8 +119,14 @@ class TreeClient:
         tokens = np.concatenate([prefix, *(each.token_ids for each in previous)])
         first_route = len(tokens) - 1 if len(tokens) > len(prefix) else known_routes
         routes = None if context.expert_routes is None else ExpertRouteRequest(first_route, context.expert_routes)
-        async with self._turn(node, len(tokens)) as turn:
+        began = 0.0
+
+        async def ready() -> None:
+            nonlocal began
+            await self._ready(node, prefix)
             began = time.monotonic()
+
+        async with self._turn(node, len(tokens)) as turn:
             generation = await context.engine.generate(
                 tokens,
                 max_new_tokens=max_new_tokens,
@@ -128,7 +134,7 @@ class TreeClient:
                 stop=context.limits.stops,
                 key=self._routing_key,
                 routes=routes,
-                ready=partial(self._ready, node, prefix),
+                ready=ready,
                 on_retry=self._count_retry,
                 first=None if first is None else (first[0], partial(self._report_first, node, first[1])),
                 encoded=_encoded(node, previous),
@@ -197,7 +203,8 @@ class TreeClient:
         if name is not None:
             self._results[name] = waiting
         admission = self._context.admission
-        with nullcontext() if admission is None else admission.tool_call(node):
+        executes = isinstance(call, ToolCall)  # other calls have their results already
+        with admission.tool_call(node) if admission is not None and executes else nullcontext():
             result = await waiting
         if first is not None:
             self.counts.seconds_saved += result.tool.seconds

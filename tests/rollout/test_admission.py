@@ -1,10 +1,12 @@
 """Admission by KV use: who may run, in which order, and how the margin follows what the engines evict."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,8 @@ from arpo_megatron.tree import Role
 from tests.engine.scripted import ScriptedEngine
 from tests.rollout.growing import CODEC, SEED, Start, arpo
 from tests.rollout.test_shared_prefixes import script
+
+LIMITS = RolloutLimits(3000, 900, 5, 60, 5.0)
 
 
 def admission(*capacities: EngineCapacity, trees: int = 4, paths: int = 4, prompt: int = 100) -> KvAdmission:
@@ -264,14 +268,14 @@ def test_path_continues_at_its_first_child() -> None:
 def test_trees_grow_as_without_admission(scripted_engine: Start, capacity: EngineCapacity) -> None:
     """Same trees, and never more requests than the engine runs and the few that it has in reserve."""
     engine = scripted_engine(ScriptedEngine(str, seeded=script, delay_s=lambda _text: 0.01, capacity=capacity))
-    policy, limits = arpo(8, 2, k=4, branch_probability=1.0), RolloutLimits(3000, 900, 5, 60, 5.0)
+    policy = arpo(8, 2, k=4, branch_probability=1.0)
 
     async def run(admitted: bool) -> RolloutReport:
         async with EngineClient(engine.url) as client, AsyncExitStack() as stack:
             gate = AdmissionGate(client) if admitted else None
             pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED, gate)
             await stack.enter_async_context(gate or nullcontext())
-            settings = RolloutSettings(policy.config, 8, Sampling(), limits)
+            settings = RolloutSettings(policy.config, 8, Sampling(), LIMITS)
             tasks = tuple(Task(f"t{n}", (), "", "math", f"{n}" * 40 + "?") for n in range(6))
             await pool.start(start(tasks, step=0, version=0, settings=settings))
             try:
@@ -306,19 +310,23 @@ class Forgetful(ScriptedEngine):
         return 0
 
 
+async def one_tree(client: EngineClient, gate: AdmissionGate, limits: RolloutLimits) -> RolloutReport:
+    """Grow one tree with three paths."""
+    pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, GrpoPolicy(3), SEED, gate)
+    growing = RolloutSettings(None, 3, Sampling(), limits)
+    await pool.start(start((Task("t", (), "", "math", "1" * 40),), step=0, version=0, settings=growing))
+    try:
+        return await pool.collect(CollectTrees(PURPOSE))
+    finally:
+        await pool.close()
+
+
 def test_each_request_that_finds_less_in_the_cache_counts_as_evicted(scripted_engine: Start) -> None:
     engine = scripted_engine(Forgetful(str, seeded=script, capacity=EngineCapacity(10**5, 64)))
-    policy, limits = GrpoPolicy(3), RolloutLimits(3000, 900, 5, 60, 5.0)
 
     async def run() -> RolloutReport:
         async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
-            pool = new_pool(client, SimulatedTools(0.01, lambda _r: 1.0), CODEC, policy, SEED, gate)
-            settings = RolloutSettings(None, 3, Sampling(), limits)
-            await pool.start(start((Task("t", (), "", "math", "1" * 40),), step=0, version=0, settings=settings))
-            try:
-                return await pool.collect(CollectTrees(PURPOSE))
-            finally:
-                await pool.close()
+            return await one_tree(client, gate, LIMITS)
 
     report = asyncio.run(run())
     (tree,) = report.trees
@@ -337,6 +345,54 @@ def test_admission_without_a_limit_is_logged(scripted_engine: Start, capsys: pyt
     assert not capsys.readouterr().err
     asyncio.run(run(None))
     assert "all paths are admitted at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("small_s", "large_s"), [(0.3, 0.0), (0.0, 0.3)])
+def test_paths_are_kept_if_the_time_of_a_prefill_is_unknown(
+    scripted_engine: Start, small_s: float, large_s: float
+) -> None:
+    """Other load can make the shorter probe the slower one."""
+    engine = scripted_engine(
+        ScriptedEngine(
+            str, delay_s=lambda text: small_s if len(text) == 16 else large_s, capacity=EngineCapacity(8000, 4)
+        )
+    )
+
+    async def run() -> float:
+        async with EngineClient(engine.url) as client, AdmissionGate(client, CODEC) as gate:
+            await gate.opened()
+            return gate.admission.patience_s
+
+    assert math.isfinite(asyncio.run(run())) == (large_s > small_s)
+
+
+def test_only_calls_that_a_tool_executes_count_for_the_time_of_calls(
+    scripted_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scripted_engine(ScriptedEngine(str, seeded=script, capacity=EngineCapacity(10**5, 64)))
+    seconds: list[float] = []
+    monkeypatch.setattr(KvAdmission, "tool_answered", lambda _admission, each: seconds.append(each))
+
+    async def run() -> RolloutReport:
+        async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
+            return await one_tree(client, gate, replace(LIMITS, max_tool_calls=1, at_limit="answer_now"))
+
+    counts = asyncio.run(run()).stats.counts
+    assert counts.calls_at_limit > 0
+    assert len(seconds) == counts.calls_executed > 0
+
+
+def test_wait_for_a_push_is_no_part_of_a_request(scripted_engine: Start) -> None:
+    engine = scripted_engine(ScriptedEngine(str, seeded=script, capacity=EngineCapacity(10**5, 64)))
+
+    async def run() -> RolloutReport:
+        async with EngineClient(engine.url) as client, AdmissionGate(client) as gate:
+            await gate.opened()
+            client.hold()
+            asyncio.get_running_loop().call_later(3.0, client.resume, 0)
+            return await one_tree(client, gate, LIMITS)
+
+    assert 0.0 < asyncio.run(run()).stats.counts.longest_request_s < 3.0
 
 
 def test_timed_prefixes_are_tokens_of_the_vocabulary(scripted_engine: Start) -> None:
