@@ -226,10 +226,10 @@ def test_failed_request_leaves_other_trees_and_the_cache_alone(
 def test_timeout_moves_no_tree(scripted_engine: Start) -> None:
     """The engine is busy; elsewhere the tree's prefixes would have to be computed again."""
     slow = [True]
-    engines = [scripted(scripted_engine, delay_s=lambda _text: 1.0 if slow and slow.pop() else 0.0) for _ in range(2)]
+    engines = [scripted(scripted_engine, delay_s=lambda _text: 6.0 if slow and slow.pop() else 0.0) for _ in range(2)]
 
     async def run() -> None:
-        async with EngineClient(*(engine.url for engine in engines), request_timeout_s=0.4) as client:
+        async with EngineClient(*(engine.url for engine in engines), request_timeout_s=2.0) as client:
             before = client.cache_id("tree")[0]
             await answer(client, "tree")
             assert dict(client.retries) == {"timeout": 1}

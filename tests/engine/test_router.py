@@ -44,6 +44,13 @@ def test_router_is_not_between_rollouts_and_engines_that_stream_entropies(
     assert (found is not None) is started
 
 
+def test_router_is_not_between_rollouts_and_engines_that_return_expert_routes(tmp_path: Path) -> None:
+    """It would drop the fields that ask for them."""
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    engine = EngineConfig(router="sglang")
+    assert router_service(engine, urls, log_path=tmp_path / "log", ports=(8, 9), expert_routes=True) is None
+
+
 @pytest.mark.parametrize("token", [None, "secret"])
 def test_router_requires_its_token_and_takes_all_descriptors(tmp_path: Path, token: str | None) -> None:
     """Without an engine it answers 503, which the client retries."""

@@ -229,9 +229,7 @@ def _traced(service: Callable[..., ServiceSpec], *arguments: object, **options: 
 def _replay(trees: Sequence[RolloutTree], events: Sequence[Any], times: EngineModel) -> SimulatedEngine:
     """Run the modeled engine for as many batches as the real one, with the same requests before each."""
     # by prompt: its last block, and the MODEL segments after it
-    segments = dict[
-        int, tuple[KvBlock, list[tuple[KvBlock, int]]]
-    ]()  # by prompt: its last block, and MODEL segments after
+    segments = dict[int, tuple[KvBlock, list[tuple[KvBlock, int]]]]()
     for tree in trees:
         blocks, paths = list[KvBlock](), list[Int32Array]()
         for segment in tree.segments:

@@ -105,10 +105,6 @@ def started_fleet(model: Path, folder: Path) -> Iterator[Fleet]:
     )
     urls = [engine.url for engine in engines]
     router = router_service(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], token=TOKEN)
-    assert (
-        router_service(ENGINE, urls, log_path=run.logs / "router.log", ports=ports[ENGINES:-2], expert_routes=True)
-        is None
-    )
     assert router is not None
     with Supervisor(run.logs) as supervisor, supervisor.serving(run, restarts=100):
         supervisor.serve(sandbox, *engines, rollout)

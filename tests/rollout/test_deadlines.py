@@ -64,7 +64,7 @@ def test_request_that_runs_longer_than_its_deadline_fails_or_ends_after_its_firs
         async with EngineClient(url, request_timeout_s=0.3, retry_for_s=0.1) as client:
             with pytest.raises(EngineUnavailableError, match="does not answer"):
                 await sample(client)
-            assert client.retries == {"timeout": 2}, "the first attempt, and one after a rest"
+            assert client.retries == {"timeout": 2}, "the first attempt, and its repeat"
 
     with launch_stub(StubSettings(call=1, answer_s=1.0)) as url:
         asyncio.run(run(url))
