@@ -40,13 +40,15 @@ def push(engine: EngineHandle, model: Path, version: int) -> None:
 def test_tree_continues_on_its_keys_and_values_after_a_push(tiny_model: Path, tmp_path: Path, keeps_kv: bool) -> None:
     async def run(engine: EngineHandle) -> list[int]:
         await asyncio.to_thread(push, engine, tiny_model, 0)
-        async with EngineClient(engine.url, keeps_kv=keeps_kv) as client:
+        async with EngineClient(engine.url, keeps_kv=keeps_kv, streams=True) as client:
             client.begin_tree("old", 0)
             # A generation is in the engine when the pause comes: its tokens stay in the cache, too.
+            began = asyncio.Event()
+            first = 4, lambda _tokens: began.set()
             long = asyncio.create_task(
-                client.generate(PROMPT, max_new_tokens=1500, sampling=Sampling(), stop=(), key="old")
+                client.generate(PROMPT, max_new_tokens=1500, sampling=Sampling(), stop=(), key="old", first=first)
             )
-            await asyncio.sleep(0.5)
+            await began.wait()
             await client.pause()
             await asyncio.to_thread(push, engine, tiny_model, 1)
             client.resume(1)
