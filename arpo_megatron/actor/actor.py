@@ -108,7 +108,7 @@ class Actor:
             load_hf(self.chunks, spec, model_path)
         self._reference = ReferencePolicy(self.chunks) if keep_reference else None
         dtype = DTYPES[config.model.dtype]
-        ddp = gradient_buffers(dtype, config.parallel, experts=spec.experts is not None)
+        ddp = gradient_buffers(dtype, config.parallel)
         self._wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.fp32_head = config.model.fp32_head
@@ -150,7 +150,8 @@ class Actor:
     ) -> PolicyOutputs:
         """Compute log-probs and entropies of the packs' targets under the current weights.
 
-        The kernels and shapes are those of `update`, so the ratio of a first on-policy update is exactly 1.
+        The kernels and shapes are those of `update`, so on a CPU the ratios of a first on-policy update are exactly 1.
+        On CUDA, libraries may add in another order in each pass (`trainer.consistency`).
 
         Args:
             packs: packs of all data-parallel ranks.

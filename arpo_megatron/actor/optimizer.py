@@ -18,22 +18,25 @@ from arpo_megatron.actor.parallel import device
 from arpo_megatron.config import OptimizerConfig, ParallelConfig
 
 
-def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig, *, experts: bool) -> DistributedDataParallelConfig:
+def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig) -> DistributedDataParallelConfig:
     """Configure gradient buffers: accumulation in float32, reduction to all ranks or only to the owners.
 
     Each part of the gradient is reduced as soon as the last backward pass of a batch has completed it. That needs one
-    last backward pass with all parameters: a group of packs in a pipeline has several, and an expert without tokens
-    takes part in none. The gather of new weights does not overlap: a push reads all of them at the end of an update.
+    last backward pass with all parameters, and a group of packs in a pipeline has several. An expert without tokens
+    takes part, with a gradient of zero.
+
+    The gather of new weights does not overlap with the next forward pass. Megatron would wait for each weight in the
+    call of the module that has it. But the head reads the output layer's weight without a call, and pushes,
+    checkpoints and exports read all weights.
 
     Args:
         dtype: dtype of the parameters.
         parallel: layout.
-        experts: the model is a mixture.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype == torch.bfloat16,
         use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.data * parallel.context > 1 and parallel.pipeline == 1 and not experts,
+        overlap_grad_reduce=parallel.data * parallel.context > 1 and parallel.pipeline == 1,
     )
 
 

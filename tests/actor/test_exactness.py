@@ -55,6 +55,7 @@ LAYOUTS = {
         "experts x pipeline": {"pipeline": 2, "data": 2, "expert": 2},
         "experts x interleaved pipeline": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
         "experts x tensor": {"tensor": 2, "data": 2, "expert": 2, "sequence": True},
+        "experts x data, a rank without trees": {"data": 4, "expert": 2},
     },
 }
 REPRESENTATIVES = {
