@@ -122,7 +122,8 @@ def _recomputation(recompute: Recompute, layers: int | None) -> Variant:
 def variants(layouts: Mapping[str, RecipeLayout], fp8: Mapping[str, Fp8Layout], own: str) -> dict[str, Variant]:
     """Return the overrides of each layout by its name, and those of FP8 in the recipe's own layout and in the others.
 
-    With FP8 the trainer's matrix products have a scale for 128 features of a token. First and last layer are bfloat16.
+    With FP8, activations in the trainer's matrix products have a scale for 128 features of a token, or for 128 tokens
+    in the products for weight gradients; weights have one for a 128 x 128 block. First and last layer are bfloat16.
 
     Args:
         layouts: layouts of a recipe.

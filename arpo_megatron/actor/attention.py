@@ -1,4 +1,7 @@
-"""Tree attention on a CPU: one scaled-dot-product call per block of queries (see attention_plan.py)."""
+"""Tree attention of a layer: on a CPU one scaled-dot-product call per block of queries (see attention_plan.py).
+
+On a GPU the plan of a pack is one for FlexAttention (flex_attention.py).
+"""
 
 from typing import Any
 

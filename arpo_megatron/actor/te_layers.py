@@ -37,7 +37,7 @@ from arpo_megatron.actor.attention import TreeAttention
 from arpo_megatron.actor.linear import uses_transformer_engine
 from arpo_megatron.actor.moe_router import TreeTopKRouter
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.transformer_engine import is_emulated
+from arpo_megatron.hardware.transformer_engine import INSTALL_EXTENSION, is_emulated
 
 if TYPE_CHECKING:
     from arpo_megatron.config import Fp8Recipe, ModelConfig
@@ -95,7 +95,10 @@ def te_fields(dtype: torch.dtype, fp8: Fp8, *, experts: bool) -> dict[str, Any]:
     """
     if not uses_transformer_engine(dtype):
         if fp8 != NO_FP8:
-            raise UserError(f"model.fp8={fp8.recipe} needs bfloat16, a GPU and transformer-engine")
+            raise UserError(
+                f"model.fp8={fp8.recipe} needs model.dtype=bfloat16 and transformer-engine: on a CPU (emulated) "
+                f"pip install 'arpo-megatron[emulation]', on a GPU {INSTALL_EXTENSION}"
+            )
         return {}
     return {
         "apply_rope_fusion": True,

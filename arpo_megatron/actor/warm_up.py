@@ -2,7 +2,7 @@
 
 A kernel takes seconds to compile, and the packs of a step have many pairs of lengths. All ranks know all packs, so the
 ranks of a machine divide the pairs among themselves; then each loads what the others have compiled from the compiler's
-cache, which they share. Without this, all ranks would compile the same kernel at the same time, one after the other.
+cache, which they share. Without this, every rank would compile every kernel itself, between its passes.
 """
 
 import os

@@ -51,8 +51,8 @@ def pack_trees(
         ranks: number of data-parallel ranks.
         inherit: packs of a cut tree inherit ancestors; False repeats them.
         group_tokens: largest number of tokens of a group, raised to the longest path; None for groups of whole trees.
-        lockstep: all ranks take part in every pass (experts on several ranks), so each rank's groups come by falling
-            number of packs and cost.
+        lockstep: all ranks take part in every pass (experts on several ranks), so each rank sorts its groups: the most
+            packs first, then the highest cost.
         share_prompt: compute the common beginning of the prompts of a pack once.
         cost: balances ranks and packs.
 

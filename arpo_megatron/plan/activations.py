@@ -103,7 +103,7 @@ def layer_bytes(
     """Return the bytes that one layer keeps with `parallel.recompute`, the mean of a stage's layers.
 
     Args:
-        spec: spec of the model.
+        spec: the model.
         parallel: layout.
         tokens: tokens of the pack on this rank.
         value: bytes per number. float32 runs in layers.py on a GPU too.
@@ -120,9 +120,8 @@ def layer_bytes(
         visits = spec.experts.top_k * (EXPERT_IMBALANCE if parallel.expert > 1 else 1.0)
     local = calls is not None or value == FLOAT
     token = _local_token(w, spec, visits, parallel) if local else _te_token(w, spec, visits, fp8, parallel)
-    mixed = (
-        w.queries + 2 * w.keys
-    ) * value  # projection output, of which keys and values, and a norm's input, may be views
+    # Output of the projection, of which keys and values, and a norm's input, may be views.
+    mixed = (w.queries + 2 * w.keys) * value
     if parallel.recomputes("core_attn"):
         return tokens.queries * (token + mixed + (w.queries + w.keys) * value)  # rotated; values are views
     if calls is None:
@@ -152,7 +151,7 @@ def pass_bytes(
     """Return the bytes that a forward pass of a pack keeps on a rank: its stage's layers, and the head's inputs.
 
     Args:
-        spec: spec of the model.
+        spec: the model.
         parallel: layout.
         tokens: tokens of the pack on this rank.
         targets: predicted tokens of the pack on this rank.

@@ -1,4 +1,4 @@
-"""Choose the recomputation of a layout: none if it fits, else the cheapest."""
+"""Find the recomputation with which a layout fits: none if that fits, else modules, or as few whole layers as fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,9 +8,9 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.activations import without_recompute
 
 CHEAP_OF_EXPERTS: tuple[RecomputedModule, ...] = ("layernorm", "moe_act")
-"""Modules of a mixture of experts to compute again: they have no matrix products."""
+"""Modules of a mixture of experts to compute again. They have no matrix products."""
 CHEAP_OF_DENSE: tuple[RecomputedModule, ...] = ("mlp",)
-"""The same of a dense model. Attention is the part whose repetition saves little: it stores no scores."""
+"""Modules of a dense model to compute again. Attention would save little, because it stores no scores."""
 
 Fits = Callable[[ParallelConfig], bool]
 
