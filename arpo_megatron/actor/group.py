@@ -17,7 +17,7 @@ Outputs = tuple[Tensor, ...]
 
 
 def run_group(
-    model: Any, batches: Sequence[MicroBatch], temperature: float, over: Sequence[Callable[[], None]]
+    model: Any, batches: Sequence[MicroBatch], temperature: float, release: Sequence[Callable[[], None]]
 ) -> Tensor | Outputs:
     """Run the forward passes of a group on one chunk of the model, whose input is set.
 
@@ -25,9 +25,9 @@ def run_group(
         model: the chunk, in Megatron's DistributedDataParallel.
         batches: the packs in order.
         temperature: divides the logits.
-        over: is called for each of several packs when it is no longer needed: after its backward pass, or after the
-            forward passes if there will be none. A pack alone keeps no keys and values for others, so its small context
-            may wait for the end of all passes.
+        release: one function per pack, called when the pack is no longer needed: after its backward pass, or after all
+            forward passes if no gradients are computed. A group of one pack is not released here: it keeps no keys and
+            values for others, so its small context may wait for the end of all passes.
 
     Returns:
         Log-probs and entropies of the packs in turn; before the last stage, the hidden states of all packs.
@@ -51,10 +51,10 @@ def run_group(
     if torch.is_grad_enabled():
         # The first stage receives nothing; something must require a gradient.
         start = torch.zeros(0, requires_grad=True) if received is None else received
-        joined: Outputs = _Group.apply(start, received is not None, sizes, forward, over)  # type: ignore[no-untyped-call]  # untyped in torch
+        joined: Outputs = _Group.apply(start, received is not None, sizes, forward, release)  # type: ignore[no-untyped-call]  # untyped in torch
     else:
         joined = _join(forward([None] * len(sizes) if received is None else received.split(sizes)))
-        for call in over:
+        for call in release:
             call()
     return joined if len(joined) > 1 else joined[0]
 
@@ -81,14 +81,14 @@ class _Group(torch.autograd.Function):
         receives: bool,
         sizes: Sequence[int],
         forward: Callable[[Sequence[Tensor | None]], list[Outputs]],
-        over: Sequence[Callable[[], None]],
+        release: Sequence[Callable[[], None]],
     ) -> Outputs:
         inputs: list[Tensor | None] = [None] * len(sizes)
         if receives:
             inputs = [part.detach().requires_grad_() for part in received.split(list(sizes))]
         with torch.enable_grad():
             outputs = forward(inputs)
-        ctx.inputs, ctx.outputs, ctx.over = inputs, outputs, over
+        ctx.inputs, ctx.outputs, ctx.release = inputs, outputs, release
         ctx.set_materialize_grads(False)
         joined = _join(outputs)
         # The schedule frees what it has sent, so hidden states must not be a view.
@@ -108,7 +108,7 @@ class _Group(torch.autograd.Function):
                 (value, own) for value, own in zip(outputs, parts[len(ctx.outputs)], strict=True) if own is not None
             ]
             torch.autograd.backward([value for value, _ in given], [own for _, own in given])
-            ctx.over[len(ctx.outputs)]()
+            ctx.release[len(ctx.outputs)]()
         received = None if ctx.inputs[0] is None else torch.cat([part.grad for part in ctx.inputs])
         ctx.inputs = None
         return received, None, None, None, None

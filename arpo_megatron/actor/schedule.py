@@ -38,7 +38,8 @@ def own_groups(packs: Sequence[TreePack], parallel: ParallelConfig) -> list[list
     every = [rank_groups(packs, rank) for rank in range(parallel.data)] if parallel.expert > 1 else [own]
     nothing: list[int] = []
     sizes = [max(map(len, groups)) for groups in zip_longest(*every, fillvalue=nothing)] or [1]
-    sizes += [1] * (-len(sizes) % parallel.pipeline if parallel.virtual_pipeline > 1 else 0)
+    if parallel.virtual_pipeline > 1:  # the interleaved schedule needs a multiple of the stages
+        sizes += [1] * (-len(sizes) % parallel.pipeline)
     empty = count(len(packs))
     own += [nothing] * (len(sizes) - len(own))
     return [[*group, *islice(empty, size - len(group))] for group, size in zip(own, sizes, strict=True)]

@@ -79,6 +79,7 @@ def push(out: Out = Path("gpu")) -> None:
 @with_dry_run
 def step(out: Out = Path("gpu")) -> None:
     """A whole ARPO job of three steps at the size of Qwen3 4B: seconds and device memory by phase."""
+    _need_gpu()
     _quiet()  # the job sets the environment of each of its processes
     from arpo_megatron.bench.gpu.step import StepBench
 
@@ -97,8 +98,17 @@ def _prepare() -> None:
 
     from arpo_megatron.hardware.environment import trainer_environment
 
+    _need_gpu()
     os.environ.update(trainer_environment("auto"))
     _quiet()
+
+
+def _need_gpu() -> None:
+    from arpo_megatron.errors import UserError
+    from arpo_megatron.hardware.placement import gpu_count
+
+    if not gpu_count("auto"):
+        raise UserError("arpo bench gpu needs a GPU, and torch finds none: `arpo bench --help` lists those for a CPU")
 
 
 def _quiet() -> None:

@@ -12,7 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from arpo_megatron.config import EngineConfig, JobConfig, ModelConfig, Platform
 from arpo_megatron.errors import UserError
-from arpo_megatron.hardware.transformer_engine import check_emulation, extension_fault, extension_installed
+from arpo_megatron.hardware.transformer_engine import (
+    INSTALL_EXTENSION,
+    check_emulation,
+    extension_fault,
+    extension_installed,
+)
 
 COLOCATED_MEMORY_FRACTION = 0.3
 """Share of a GPU's memory for an engine that shares it with the trainer."""
@@ -92,8 +97,8 @@ def check_machine(config: JobConfig) -> None:
     """Check that this machine can run the job.
 
     Raises:
-        UserError: it has no GPU, too few GPUs, none that supports the job's FP8 recipe or attention kernels, or a
-            Transformer Engine that the job cannot use.
+        UserError: it has no GPU, too few GPUs, none that supports the job's FP8 recipe or attention kernels, or no
+            Transformer Engine that the job can use.
     """
     gpus = gpu_count(config.platform)
     if not gpus:
@@ -119,6 +124,12 @@ def check_machine(config: JobConfig) -> None:
     _check_transformer_engine(config.model)
     if config.model.fp8 != "none":
         _check_fp8(config.model.fp8)
+    if config.parallel.recomputes("layernorm") and not (config.model.dtype == "bfloat16" and extension_installed()):
+        # Megatron's own layers would keep the norms, which the plan of the job's memory does not count.
+        raise UserError(
+            "parallel.recompute_modules=layernorm needs Transformer Engine's layers: model.dtype=bfloat16 and "
+            f"{INSTALL_EXTENSION}"
+        )
     if config.model.attention_backend == "flash":
         check_flash()
     if config.engine.quantization == "fp8":

@@ -21,6 +21,9 @@ EMULATION_VARIABLE = "ARPO_TE_EMULATION"
 INSTALL_EXTENSION = "pip install --no-build-isolation 'arpo-megatron[gpu]'"
 """The command that builds the extension against the installed torch; an isolated build takes the newest torch."""
 
+IMPORT_LIMIT_S = 300.0
+"""Limit of the import that checks the extension; on a slow file system it takes minutes."""
+
 
 def prepare() -> None:
     """Make TE importable as this process needs it: with its extension, emulated, or not at all.
@@ -70,7 +73,10 @@ def extension_fault() -> str | None:
 def _import_error() -> str | None:
     """Import TE in a process of its own: an extension for another torch fails here, and may end the process."""
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the import took more than {IMPORT_LIMIT_S:g} s"
     if not done.returncode:
         return None
     return (done.stderr.splitlines() or [f"the import ended with exit code {done.returncode}"])[-1][:200]

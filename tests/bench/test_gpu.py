@@ -47,6 +47,17 @@ def test_commands_are_those_of_the_docs() -> None:
         assert command in help_text
 
 
+@pytest.mark.parametrize("command", ["exact", "kernels", "update", "rollout", "push", "step"])
+def test_machine_without_gpu_is_refused_before_anything_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo_megatron.hardware.placement._visible_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="needs a GPU, and torch finds none"):
+        CliRunner().invoke(app, [command], catch_exceptions=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_update_fits_an_h200_with_the_planners_reserve(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Placement is a pure function of config and GPUs; an unsuitable machine is a one-line error."""
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -117,11 +118,35 @@ def test_transformer_engine_of_another_version_or_torch_is_refused_before_the_st
     placement.check_machine(resolve.resolve("quickstart", overrides=["model.dtype=float32"]))
 
 
+def test_recomputed_norms_need_transformer_engines_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_visible_gpus", lambda: 1)
+    chosen = ["parallel.recompute=selective", "parallel.recompute_modules=[layernorm, moe_act]"]
+    for dtype, installed in (("bfloat16", False), ("float32", True)):
+        monkeypatch.setattr(placement, "extension_installed", lambda installed=installed: installed)
+        with pytest.raises(UserError, match=r"recompute_modules=layernorm needs .*: model\.dtype=bfloat16 and pip"):
+            placement.check_machine(resolve.resolve("quickstart", overrides=[*chosen, f"model.dtype={dtype}"]))
+    monkeypatch.setattr(placement, "extension_installed", lambda: True)
+    monkeypatch.setattr(placement, "extension_fault", lambda: None)
+    placement.check_machine(resolve.resolve("quickstart", overrides=[*chosen, "model.dtype=bfloat16"]))
+
+
 def test_import_that_ends_without_a_message_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     transformer_engine._import_error.cache_clear()
     monkeypatch.setattr(transformer_engine, "extension_installed", lambda: True)
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert str(transformer_engine.extension_fault()).endswith("the import ended with exit code 1")
+    transformer_engine._import_error.cache_clear()
+
+
+def test_import_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    transformer_engine._import_error.cache_clear()
+    monkeypatch.setattr(transformer_engine, "extension_installed", lambda: True)
+    monkeypatch.setattr(transformer_engine, "IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr("sys.executable", str(sleeper))
+    assert str(transformer_engine.extension_fault()).endswith("the import took more than 0.2 s")
     transformer_engine._import_error.cache_clear()
 
 

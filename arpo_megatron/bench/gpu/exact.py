@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.gpu.measure import Figures, Measurements, quantiles
+from arpo_megatron.bench.gpu.measure import Figures, Measurements, packed, quantiles
 from arpo_megatron.bench.gpu.random_engines import first_gpu, generate
 from arpo_megatron.config import EngineConfig, Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.engine.launch import launch_engine
@@ -26,8 +25,7 @@ from arpo_megatron.hardware.placement import check_machine
 from arpo_megatron.models.random_init import save_random_weights
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.models.tiny import generated_tokenizer, make_model_directory
-from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.packing.packs import split_by_tree
 from arpo_megatron.plan.synthetic_trees import MIXES, flattened
 from arpo_megatron.tree import Role, RolloutTree
 
@@ -86,7 +84,7 @@ class ExactBench:
         actor = self.actor(recipe)
         found = _leaf_logprobs(actor, trees)
         flat, repacked = (_token_logprobs(actor, flattened(trees), budget) for budget in (16384, 4096))
-        packs = _packed(trees, 16384)
+        packs = packed(trees, 16384)
         ratio = actor.update(packs, actor.logprobs(packs)).ratio_max
         noise, tree = _gaps(flat, repacked), _gaps(found, flat)
         noise_rms, tree_rms = (float(np.sqrt(np.mean(gaps**2))) for gaps in (noise, tree))
@@ -129,18 +127,10 @@ def exact_measurements(bench: ExactBench) -> Measurements:
     return {**recipes, "engine": bench.measure_engine}
 
 
-def _packed(trees: Sequence[RolloutTree], budget: int) -> list[TreePack]:
-    return pack_trees(trees, supervised_credit(trees), token_budget=budget, share_prompt=False)
-
-
 def _token_logprobs(actor: Actor, trees: Sequence[RolloutTree], budget: int) -> list[Floats]:
     """Return the log-probs of each tree's tokens in the order of its segments; NaN for tokens that are no target."""
-    found = [np.full(tree.unique_tokens, np.nan) for tree in trees]
-    packs = _packed(trees, budget)
-    for pack, values in zip(packs, actor.logprobs(packs, temperature=1.0), strict=True):
-        for tree, token, value in zip(pack.tree_index, pack.token_index, values, strict=True):
-            found[tree][token] = value
-    return found
+    packs = packed(trees, budget)
+    return split_by_tree(packs, actor.logprobs(packs, temperature=1.0), trees)
 
 
 def _leaf_logprobs(actor: Actor, trees: Sequence[RolloutTree]) -> list[Floats]:
@@ -160,7 +150,7 @@ def _gaps(left: Sequence[Floats], right: Sequence[Floats]) -> Floats:
 
 def _trainer_gaps(actor: Actor, trees: Sequence[RolloutTree], entropies: Sequence[Floats]) -> Figures:
     """Return quantiles of |trainer - engine| for log-probs and entropies of the sampled tokens."""
-    packs = _packed(trees, 16384)
+    packs = packed(trees, 16384)
     logprob_gaps, entropy_gaps = [], []
     found = actor.policy_outputs(packs, temperature=1.0, training=False)
     for pack, logprobs, own in zip(packs, found.logprobs, found.entropies, strict=True):

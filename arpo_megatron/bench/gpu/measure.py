@@ -3,10 +3,15 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from arpo_megatron.algorithms.credit import supervised_credit
+from arpo_megatron.packing.layout import TreePack
+from arpo_megatron.packing.packs import pack_trees
+from arpo_megatron.tree import RolloutTree
 
 Figures = dict[str, Any]
 Measurements = Mapping[str, Callable[[], Figures]]
@@ -28,6 +33,11 @@ def run_all(measurements: Measurements) -> Figures:
         results[name] = {**figures, "seconds": round(time.monotonic() - started, 2)}
         print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
     return results
+
+
+def packed(trees: Sequence[RolloutTree], token_budget: int) -> list[TreePack]:
+    """Pack trees with equal credits. Prompts are not shared, because flattened trajectories would form a tree again."""
+    return pack_trees(trees, supervised_credit(trees), token_budget=token_budget, share_prompt=False)
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -17,8 +17,7 @@ import torch
 
 from arpo_megatron.actor import parallel
 from arpo_megatron.actor.actor import Actor
-from arpo_megatron.algorithms.credit import supervised_credit
-from arpo_megatron.bench.gpu.measure import Figures, Measurements, peak_gib, reset_peak, timed
+from arpo_megatron.bench.gpu.measure import Figures, Measurements, packed, peak_gib, reset_peak, timed
 from arpo_megatron.config import Fp8Recipe, JobConfig, ModelConfig, ParallelConfig
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import check_machine
@@ -26,7 +25,7 @@ from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.packing.flops import update_flops
 from arpo_megatron.packing.layout import TreePack
-from arpo_megatron.packing.packs import pack_trees, report_packs
+from arpo_megatron.packing.packs import report_packs
 from arpo_megatron.plan.activations import Tokens
 from arpo_megatron.plan.memory import process_parts, update_parts
 from arpo_megatron.plan.recompute import describe, recomputations
@@ -53,7 +52,7 @@ class UpdateBench:
     repeats: int = 2
     """Timed updates, after one that compiles."""
     memory: float = field(default_factory=_gpu_memory)
-    """Bytes of the GPU that a process can allocate."""
+    """Bytes of the GPU's memory."""
     _key: tuple[Fp8Recipe, ParallelConfig] | None = None
     _actor: Actor | None = None
     _peak_flops: float = field(default=0.0)
@@ -111,10 +110,10 @@ class UpdateBench:
             UserError: a side does not fit with full recomputation, or this machine cannot run the recipe.
         """
         check_machine(self.config(recipe, ParallelConfig()))
-        packed = [(trees, _packed(trees, budget)) for trees in sides.values()]
+        each = [(trees, packed(trees, budget)) for trees in sides.values()]
 
         def needed(layout: ParallelConfig) -> float:
-            return max(self._bytes(self.config(recipe, layout), trees, packs) for trees, packs in packed)
+            return max(self._bytes(self.config(recipe, layout), trees, packs) for trees, packs in each)
 
         for layout in recomputations(ParallelConfig(), self.spec, lambda layout: needed(layout) <= self.memory):
             return layout
@@ -131,9 +130,9 @@ class UpdateBench:
 
     def measure(self, recipe: Fp8Recipe, layout: ParallelConfig, sides: Sides, budget: int) -> Figures:
         """Measure updates on each side in turn; on a tree and its flattened trajectories also their ratios."""
-        packed = {side: _packed(trees, budget) for side, trees in sides.items()}
-        figures = self._measure(recipe, layout, packed)
-        return figures | _gain(figures, packed, self.spec) if "tree" in packed else figures
+        packs = {side: packed(trees, budget) for side, trees in sides.items()}
+        figures = self._measure(recipe, layout, packs)
+        return figures | _gain(figures, packs, self.spec) if "tree" in packs else figures
 
     def _measure(self, recipe: Fp8Recipe, layout: ParallelConfig, sides: dict[str, list[TreePack]]) -> Figures:
         actor = self.actor(recipe, layout)
@@ -211,10 +210,6 @@ def _sequence(length: int) -> RolloutTree:
     tree = RolloutTree("flat", rng.integers(0, 1024, 16))
     tree.add(0, Role.MODEL, rng.integers(0, 1024, length - 16))
     return tree
-
-
-def _packed(trees: list[RolloutTree], budget: int) -> list[TreePack]:
-    return pack_trees(trees, supervised_credit(trees), token_budget=budget, share_prompt=False)
 
 
 def _gain(figures: Figures, sides: dict[str, list[TreePack]], spec: ModelSpec) -> Figures:
