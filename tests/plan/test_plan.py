@@ -1,7 +1,6 @@
 """Plans: memory, time and layouts of a job, and why a job cannot run."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +12,9 @@ from arpo_megatron.errors import UserError
 from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.plan import GPUS, Hardware, JobEstimate, plan
-from arpo_megatron.plan.node_layout import lay_out_nodes
-from arpo_megatron.plan.nodes import resolve_on_nodes, scale_to_nodes
+from arpo_megatron.plan.nodes import scale_to_nodes
 from arpo_megatron.plan.parameters import stage_parameters, whole_model
-from arpo_megatron.plan.report import overrides_between, render, render_search
+from arpo_megatron.plan.report import render, render_search
 from arpo_megatron.plan.search import search
 
 H100 = GPUS["h100-80"]
@@ -243,108 +241,6 @@ def test_split_engines_overlap_with_training() -> None:
     assert found.seconds < sum(found.seconds_by_phase.values())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "nodes", "placement"),
-    [([], 2, "colocated"), (["engine.placement=auto"], 4, "split"), (["engine.placement=auto"], 2, "colocated")],
-)
-def test_plan_matches_node_layout(overrides: list[str], nodes: int, placement: str) -> None:
-    job = resolve.resolve("deepsearch_14b", overrides=overrides)
-    found, layout = plan(job, H100, nodes), lay_out_nodes(job, 8, nodes)
-    assert found.layout == layout and (found.nodes, found.config.engine.placement) == (nodes, placement)
-    assert bool(found.memory.engine) is (placement == "split")
-    assert "need 2: use --nodes 2" in (plan(resolve.resolve("deepsearch_14b"), H100, 3).reason or "")
-
-
-def test_nodes_use_the_recipes_layout_or_scale_data_parallelism() -> None:
-    assert resolve_on_nodes("deepsearch_14b", 4, 8) == resolve.resolve("deepsearch_14b+4nodes")
-    assert resolve_on_nodes("deepsearch_14b+fp8", 4, 8) == resolve.resolve("deepsearch_14b+fp8+4nodes")
-    three = resolve_on_nodes("deepsearch_14b", 3, 8)
-    assert (three.parallel.data, three.engine.replicas) == (6, 3)
-    with pytest.raises(UserError, match="cannot be divided"):
-        scale_to_nodes(resolve.resolve("deepsearch_14b"), 1, 6)
-    cold = resolve_on_nodes("sft_7b", 3, 8)
-    assert cold.parallel.world_size == 24 and plan(cold, H100, 3).nodes == 3
-
-
-def test_explicit_layout_keys_are_not_changed() -> None:
-    mine = ["parallel.data=2", "engine.replicas=2"]
-    assert resolve_on_nodes("deepsearch_14b", 3, 8, overrides=mine) == resolve.resolve("deepsearch_14b", overrides=mine)
-    assert resolve_on_nodes("deepsearch_14b", 1, 8, overrides=mine) == resolve.resolve(
-        "deepsearch_14b+1node", overrides=mine
-    )
-    wide = resolve_on_nodes("deepsearch_14b", 4, 8, overrides=["parallel.tensor=8"])
-    assert (wide.parallel.tensor, wide.parallel.data, wide.engine.replicas) == (8, 4, 4)
-    assert resolve_on_nodes("deepsearch_32b+h200", 2, 8) == resolve.resolve("deepsearch_32b+h200")
-    assert (
-        resolve_on_nodes("deepsearch_32b+h200", 4, 8).engine.tensor
-        == resolve.resolve("deepsearch_32b+h200").engine.tensor
-    )
-    auto = ["engine.placement=auto"]
-    assert resolve_on_nodes("deepsearch_14b", 4, 8, overrides=auto) == resolve.resolve("deepsearch_14b", overrides=auto)
-
-
-@pytest.mark.parametrize(("nodes", "data", "replicas"), [(2, 2, 1), (3, 2, 2), (4, 4, 2), (6, 6, 3), (16, 16, 8)])
-def test_split_job_stays_split_on_any_number_of_nodes(nodes: int, data: int, replicas: int) -> None:
-    job = resolve_on_nodes("deepsearch_14b+split", nodes, 8)
-    assert (job.engine.placement, job.rollout.max_staleness) == ("split", 1)
-    assert (job.parallel.data, job.engine.replicas) == (data, replicas)
-    assert lay_out_nodes(job, 8, nodes).nodes == nodes
-    word = resolve_on_nodes("deepsearch_14b", nodes, 8, overrides=["engine.placement=split"])
-    assert word.engine.placement == "split" and lay_out_nodes(word, 8, nodes).nodes == nodes
-
-
-@pytest.mark.parametrize(("trainer", "engines"), [(3, 8), (6, 5), (11, 4)])
-def test_scaling_keeps_the_ratio_of_whole_nodes(trainer: int, engines: int) -> None:
-    overrides = [
-        "engine.placement=split",
-        "engine.tensor=1",
-        f"parallel.data={8 * trainer}",
-        f"engine.replicas={8 * engines}",
-    ]
-    job = scale_to_nodes(resolve.resolve("quickstart", overrides=overrides), 5 * (trainer + engines), 8)
-    assert (job.parallel.data, job.engine.replicas) == (40 * trainer, 40 * engines)
-
-
-def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
-    job = resolve.resolve("deepsearch_14b")
-    found = search(job, H100)
-    assert len(found.best) == 5
-    assert found.fit + sum(count for _, count in found.failed) == found.tried
-    own = plan(job, H100)
-    for best in found.best:
-        again = plan(resolve.resolve("deepsearch_14b", overrides=overrides_between(best, job).split()), H100)
-        assert again.fits and again.to_dict() == best.to_dict()
-        assert best.seconds <= own.seconds
-
-
-@pytest.mark.parametrize("option", ["across_push=keep_kv", "stale=drop"])
-def test_colocated_layouts_have_no_options_of_trees_in_flight(option: str) -> None:
-    job = resolve.resolve("deepsearch_8b+split", overrides=[f"rollout.{option}"])
-    best = search(job, H100, best=1, placements=("colocated",)).best[0]
-    again = resolve.resolve(
-        "deepsearch_8b+split", overrides=[f"rollout.{option}", *overrides_between(best, job).split()]
-    )
-    assert again.engine.placement == "colocated" and again.rollout.max_staleness == 0
-
-
-def test_search_offers_placements_that_are_faster() -> None:
-    """Engines on nodes of their own sample while the trainer trains, which is faster here than taking turns."""
-    found = search(resolve.resolve("reasoning_7b+2nodes"), H100)
-    placements = [best.config.engine.placement for best in found.best]
-    assert {"colocated", "split"} == set(placements) and placements[0] == "split"
-    assert found.best[0].seconds < plan(found.base, H100).seconds
-    assert "engine.placement=split" in (text := overrides_between(found.best[0], found.base))
-    assert "rollout.max_staleness=1" in text
-
-
-def test_search_takes_the_faster_transport() -> None:
-    """With a network of 0.05 GB/s, split engines receive weights faster through a filesystem of 20 GB/s."""
-    job = resolve.resolve("reasoning_600m+4gpus")
-    slow = replace(H100, network=5e7, filesystem=2e10)
-    fast, files = (search(job, each, placements=("split",)).best[0] for each in (H100, slow))
-    assert (fast.config.sync.transport, files.config.sync.transport) == ("auto", "disk")
-
-
 def test_saves_lending_and_start_are_counted() -> None:
     job = resolve.resolve("deepsearch_14b")
     found, split = plan(job, H100), plan(resolve.resolve("deepsearch_14b+split"), H100)
@@ -377,13 +273,6 @@ def test_sft_plan_has_no_engines() -> None:
     for text in (render(found), render_search(layouts)):
         assert "engine" not in text and " 0 tokens" not in text
     assert len(layouts.best) == 5
-
-
-def test_search_counts_failures_by_kind() -> None:
-    found = search(resolve.resolve("reasoning_7b"), H100)
-    reasons = [reason for reason, _ in found.failed]
-    assert "an update needs more memory than a GPU has" in reasons
-    assert len({re.sub(r"[0-9N]+", "", reason) for reason in reasons}) == len(reasons)
 
 
 def test_unknown_gpu_is_reported() -> None:
