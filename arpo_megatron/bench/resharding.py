@@ -1,8 +1,9 @@
 """Pushes from trainers of four ranks to an engine of TP2, for `arpo bench sync`.
 
-Per layout of the trainer and transport that reshards: the bytes that an engine rank receives over the bytes that it
-holds, the largest buffer of any process over a bucket, the seconds of pushes, and in turn with them those of the bare
-exchange of the same plan by the same transport (`bench.bare_exchange`). Probe and checksums are part of neither.
+For each layout of the trainer, and each transport that reshards, it measures the bytes that an engine rank receives
+over the bytes that it holds, the largest buffer of any process over a bucket, and the seconds of pushes. Bare exchanges
+of the same plan by the same transport (`bench.bare_exchange`) are timed in turn with the pushes. Neither time includes
+probe or checksums.
 """
 
 import json

@@ -3,8 +3,8 @@
 The trainer's ranks hold a random model in float32, and an SGLang server on this machine serves it. For each transport,
 rounds measure whole pushes and the floor in turn. A push is begin, exchange, commit, and the probe through trainer
 and engine together. Every other push is verified, with checksums of every tensor and a longer probe.
-`share_of_floor` is the floor over a push without checksums; `share_of_floor_verified` is that over a verified push, the
-default of `sync.verify_every`. The floor is the bare transfer plus one copy:
+`share_of_floor` is the floor over a push without checksums; `share_of_floor_verified` is the floor over a verified
+push, the default of `sync.verify_every`. The floor is the bare transfer plus one copy:
 
     network   one flat tensor broadcast by gloo between two processes
     ipc       one copy into shared memory

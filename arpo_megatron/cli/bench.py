@@ -156,7 +156,10 @@ def sync(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print no progress on standard error.")] = False,
 ) -> None:
-    """Compare whole weight pushes into a running engine with a bare copy of the same bytes, for each transport."""
+    """Compare whole weight pushes into a running engine with a bare copy of the same bytes, for each transport.
+
+    Pushes from four trainer ranks to two engine ranks are compared with bare exchanges of the same plan.
+    """
     os.environ.update(CPU_ENVIRONMENT)
     from arpo_megatron.bench.sync import bench_sync
 

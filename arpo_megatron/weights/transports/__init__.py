@@ -2,9 +2,9 @@
 
 | | a round travels through | for |
 | --- | --- | --- |
-| `Ipc` (`ipc`) | the trainer's group, then memory that the engine maps | engines on trainer GPUs or machines |
+| `Ipc` (`ipc`) | the trainer's group, then memory that the engine maps | engines on the trainer's GPUs (CPU: machine) |
 | `Network` (`network`) | a process group of trainer and engine ranks: NCCL, or gloo | engines on GPUs of their own |
-| `Disk` (`disk`) | files in a directory that both see | all other engines |
+| `Disk` (`disk`) | files in a directory that both see | engines without a network to the trainer |
 
 May import `engine`, `models`, `errors`, `utils`, and of `weights` the modules below `sync`.
 """
