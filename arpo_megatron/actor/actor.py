@@ -23,7 +23,13 @@ from arpo_megatron.actor.losses import linear_loss, policy_loss
 from arpo_megatron.actor.microbatch import ContextShard, MicroBatch, MicroBatches
 from arpo_megatron.actor.model import DTYPES, TreeGPTModel, build_chunks
 from arpo_megatron.actor.moe_router import ExpertBalance, begin_pass, finish_pass
-from arpo_megatron.actor.optimizer import all_ranks, build_optimizer, build_scheduler, clip_and_step, gradient_buffers
+from arpo_megatron.actor.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip_and_step,
+    gradient_buffers,
+    reduce_in_order,
+)
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.pass_clock import PassClock
 from arpo_megatron.actor.reference import ReferencePolicy
@@ -117,6 +123,7 @@ class Actor:
             use_attention_backend(chunk, config.model.attention_backend)
         for wrapped in self._wrapped:
             fuse_weight_gradients(wrapped)
+            reduce_in_order(wrapped)
         self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
@@ -225,14 +232,12 @@ class Actor:
             raise ValueError("this actor has no optimizer: create it with optimizer=OptimizerConfig(...)")
         self.scheduler.step(1)
         outputs = self.accumulate(packs, old_logprobs, loss, reference_logprobs=reference_logprobs)
-        nonfinite = [index for index, value in self.losses(packs, outputs).items() if not np.isfinite(value)]
-        stats = self._stats(outputs)
-        if check is not None and all_ranks(not nonfinite):
+        stats = self._stats(outputs)  # the same on all ranks, which agree whether all losses are finite
+        finite = math.isfinite(stats.loss)
+        if check is not None and finite:
             check(stats)
-        grad_norm, stepped = clip_and_step(self.optimizer, self._optimizer_config.clip_grad, finite=not nonfinite)
-        self.nonfinite_packs = (
-            [] if stepped else sorted({index for part in gather_objects(nonfinite) for index in part})
-        )
+        grad_norm, stepped = clip_and_step(self.optimizer, self._optimizer_config.clip_grad, finite=finite)
+        self.nonfinite_packs = [] if stepped else self._nonfinite(packs, outputs)
         return replace(stats, grad_norm=grad_norm, skipped=not stepped)
 
     def accumulate(
@@ -286,6 +291,11 @@ class Actor:
             for index, value in zip(forward_order(packs, self.config.parallel), values, strict=False)
             if index < len(packs)
         }
+
+    def _nonfinite(self, packs: Sequence[TreePack], outputs: Sequence[Tensor]) -> list[int]:
+        """Return the packs whose loss is not finite on some rank."""
+        own = [index for index, value in self.losses(packs, outputs).items() if not math.isfinite(value)]
+        return sorted({index for part in gather_objects(own) for index in part})
 
     def snapshot(self, directory: Path) -> TrainingSnapshot:
         """Copy weights, optimizer, schedule and random generators to host memory, to be written to `directory`.

@@ -2,10 +2,10 @@
 
 import gc
 import math
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -14,7 +14,6 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from arpo_megatron.actor.optimizer_state import inner_optimizers
-from arpo_megatron.actor.parallel import device
 from arpo_megatron.config import OptimizerConfig, ParallelConfig
 
 
@@ -22,8 +21,8 @@ def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig) -> Distribute
     """Configure gradient buffers: accumulation in float32, reduction to all ranks or only to the owners.
 
     Each part of the gradient is reduced as soon as the last backward pass of a batch has completed it. That needs one
-    last backward pass with all parameters, and a group of packs in a pipeline has several. An expert without tokens
-    takes part, with a gradient of zero.
+    last backward pass with all parameters, and a group of packs in a pipeline has several. Experts and packs without
+    tokens take part: their gradients are zero.
 
     The gather of new weights does not overlap with the next forward pass. Megatron would wait for each weight in the
     call of the module that has it. But the head reads the output layer's weight without a call, and pushes,
@@ -38,6 +37,29 @@ def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig) -> Distribute
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=parallel.data * parallel.context > 1 and parallel.pipeline == 1,
     )
+
+
+def reduce_in_order(wrapped: Any) -> None:
+    """Let all ranks start the overlapped reductions in one order, whatever the order of their gradients.
+
+    Autograd has no fixed order for the weights of one operation, such as a grouped product of experts: it depends on
+    the rest of the graph, and a rank without packs has another graph. Megatron starts a reduction when the last
+    gradient of its part is there, so ranks would add different parts. Here a part also waits for the parts before it.
+    """
+    if wrapped.ddp_config.overlap_grad_reduce:
+        for groups in (wrapped.bucket_groups, wrapped.expert_parallel_bucket_groups):
+            for group in groups:
+                group.start_grad_sync = partial(_start_in_order, groups, group)
+
+
+def _start_in_order(groups: list[Any], own: Any, **options: Any) -> None:
+    # In the first batch Megatron counts the gradients, and starts all parts in order at the end.
+    for group in [own] if own.is_first_batch else groups:
+        if group.grad_reduce_handle is not None:
+            continue
+        if not own.is_first_batch and group.per_param_grad_ready_counts != group.golden_per_param_grad_ready_counts:
+            break
+        type(group).start_grad_sync(group, **options)
 
 
 def build_optimizer(
@@ -156,13 +178,13 @@ def clip_and_step(optimizer: Any, clip_grad: float, *, finite: bool = True) -> t
     Args:
         optimizer: has accumulated the gradient of a whole batch.
         clip_grad: largest norm.
-        finite: this rank's losses were finite.
+        finite: the losses were finite; equal on all ranks.
 
     Returns:
         The global gradient norm before clipping, and whether the step was taken; equal on all ranks.
     """
     norm = gradient_norm(optimizer)
-    if not all_ranks(finite and math.isfinite(norm)):
+    if not (finite and math.isfinite(norm)):
         return norm, False
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
@@ -174,12 +196,3 @@ def clip_and_step(optimizer: Any, clip_grad: float, *, finite: bool = True) -> t
             )
     optimizer.step_with_ready_grads()
     return norm, True
-
-
-def all_ranks(condition: bool) -> bool:
-    """Return whether a condition holds on all ranks."""
-    if dist.get_world_size() == 1:
-        return condition
-    flag = torch.tensor(int(condition), device=device())
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)

@@ -22,7 +22,7 @@ from arpo_megatron.models.spec import ModelSpec, MoESpec
 from arpo_megatron.packing.packs import TreePack
 from arpo_megatron.tree import RolloutTree
 from arpo_megatron.weights.export import hf_tensors
-from tests.actor import cases, proof
+from tests.actor import cases, overlap, proof
 
 WIDE = replace(cases.QWEN3, layers=2, hidden=128, heads=4, kv_heads=2, head_dim=64, ffn=256)
 """FP8 in blocks needs multiples of 128 on a rank, with two tensor-parallel ranks too."""
@@ -105,6 +105,16 @@ def _after_update(actor: Actor, packs: list[TreePack]) -> dict[str, Any]:
     stats = actor.update(packs, None)
     tensors = {name: tensor.clone() for name, tensor in hf_tensors(actor.chunks, actor.spec)}
     return {"gradient norm": stats.grad_norm, **tensors}
+
+
+def overlapped() -> None:
+    """Assert that the overlap of the reduction changes no update of TE's grouped experts."""
+    spec = replace(SPECS["experts"], experts=MoESpec(4, 2, True, 0.001))  # all tokens of a layer fit on one rank
+    layouts = (
+        ParallelConfig(data=2, expert=2),
+        ParallelConfig(data=2, recompute="selective", recompute_modules=("layernorm", "moe_act")),
+    )
+    overlap.check([(job(layout, form), spec) for layout in layouts for form in ("bfloat16", "blockwise")])
 
 
 def add_in_any_order(root: Path) -> None:

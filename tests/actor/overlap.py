@@ -1,0 +1,76 @@
+"""Updates of mixtures with and without overlap of the reduction; the ranks of test_overlap.py run it."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from pytest import approx
+
+from arpo_megatron.actor import actor as actor_module
+from arpo_megatron.actor import parallel
+from arpo_megatron.actor.actor import Actor
+from arpo_megatron.actor.optimizer import gradient_buffers
+from arpo_megatron.actor.schedule import own_groups
+from arpo_megatron.config import JobConfig, OptimizerConfig
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.packing.packs import TreePack, pack_trees
+from arpo_megatron.tree import RolloutTree
+from tests.actor import cases
+
+BUCKET = 1000
+"""Parameters that are reduced together; Megatron's default would hold the whole model."""
+UPDATES = ((3, 120), (3, 24), (1, 1000), (5, 24))
+"""Number of trees and token budget. One pack leaves the other ranks without; small packs accumulate."""
+
+
+def check(cases_: list[tuple[JobConfig, ModelSpec]]) -> None:
+    """Assert that the overlap changes no bit of the weights, for each job."""
+    for job, spec in cases_:
+        together, apart = (train(job, spec, overlap=overlap) for overlap in (True, False))
+        for name, weight in together.items():
+            assert torch.equal(weight, apart[name]), (job.parallel, name)
+    parallel.destroy()
+
+
+def train(job: JobConfig, spec: ModelSpec, *, overlap: bool) -> dict[str, torch.Tensor]:
+    """Return this rank's weights after some updates, in each of which most experts get no tokens."""
+    layout = job.parallel
+    cases.join(layout)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    torch.manual_seed(7)
+
+    def small(*arguments: Any) -> Any:
+        found = gradient_buffers(*arguments)
+        assert found.overlap_grad_reduce
+        return replace(found, bucket_size=BUCKET)
+
+    with patch.object(actor_module, "gradient_buffers", small):
+        actor = Actor(job, spec, None, optimizer=OptimizerConfig(lr=1e-2), total_updates=len(UPDATES))
+    (wrapped,) = actor._wrapped
+    wrapped.ddp_config.overlap_grad_reduce = overlap
+    for update, (trees, budget) in enumerate(UPDATES):
+        packs = packed(spec, update, trees, token_budget=budget, ranks=layout.data, lockstep=layout.expert > 1)
+        empty = sum(index >= len(packs) for group in own_groups(packs, layout) for index in group)
+        assert layout.data == 1 or trees > 1 or any(parallel.gather_objects(empty))
+        stats = actor.update(packs, None)
+        assert stats.routes_replayed == approx(1.0) and stats.grad_norm > 0, (update, stats)
+    groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+    assert len(groups) > 4
+    assert all(group.is_first_batch != overlap for group in groups), "Megatron has not seen all gradients of a batch"
+    return {name: weight.detach().clone() for name, weight in actor.model.named_parameters()}
+
+
+def packed(spec: ModelSpec, update: int, trees: int, **options: Any) -> list[TreePack]:
+    """Return packs whose tokens all go to the first experts, in odd updates to the last ones."""
+    assert spec.experts is not None
+    order = np.arange(spec.experts.count)[:: -1 if update % 2 else 1]
+    chosen = order[: spec.experts.top_k].astype(np.int16)
+
+    def routes(tree: RolloutTree) -> list[np.ndarray]:
+        return [np.tile(chosen, (len(segment), spec.layers, 1)) for segment in tree.segments]
+
+    forest, credits = cases.batch(update, count=trees)
+    return pack_trees([cases.routed(tree, routes(tree)) for tree in forest], credits, **options)
