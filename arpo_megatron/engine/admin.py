@@ -1,6 +1,6 @@
 """HTTP requests to SGLang servers about their weights: the control half of a push.
 
-`engine/server/gate.py` and `engine/server/checksums.py` add the endpoints that SGLang itself does not have.
+`gate.py`, `checksums.py` and `receive.py` in `engine/server` add what SGLang itself does not have.
 """
 
 import json
@@ -91,6 +91,12 @@ class EngineAdmin:
 
         Args:
             version: version of the weights that will arrive.
+
+        Returns:
+            The engines, in the order of `urls`.
+
+        Raises:
+            WeightPushError: an engine does not answer, has lent its memory, or still generates at the deadline.
         """
         body = {"version": version, "timeout_s": self.engine_deadline_s}
         posts = self.post_all(BEGIN_PUSH_PATH, [(url, body) for url in self.urls])
@@ -104,6 +110,9 @@ class EngineAdmin:
             version: the version given to `begin_push`.
             loads: number of requests with weights that each engine has answered. An engine that counted another number
                 keeps its gate closed.
+
+        Raises:
+            WeightPushError: an engine does not answer or refuses.
         """
         body = {"version": version, "loads": loads, "timeout_s": self.engine_deadline_s}
         for post in self.post_all(COMMIT_PUSH_PATH, [(url, body) for url in self.urls]):
@@ -151,6 +160,9 @@ class EngineAdmin:
 
         Args:
             types: the tensors by Hugging Face name.
+
+        Raises:
+            WeightPushError: an engine does not answer, or a rank refuses.
         """
         action = CHECKSUM_ACTION + json.dumps({name: kind.as_json() for name, kind in types.items()})
         answers = self._check_weights([action] * len(self.urls))
@@ -175,6 +187,9 @@ class EngineAdmin:
         Args:
             types: the tensors of the model.
             together: names of the tensors that form one parameter.
+
+        Raises:
+            WeightPushError: an engine does not answer, or a rank refuses.
         """
         request = {"types": {name: kind.as_json() for name, kind in types.items()}, "together": together}
         answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))

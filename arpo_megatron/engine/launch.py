@@ -56,7 +56,7 @@ FP8_OPTIONS: Mapping[str, object] = MappingProxyType(
 )
 """SGLang's options for parameters in FP8 with a scale for each block, as if the model's files were quantized."""
 
-_FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the health check's generation is the warm-up
+_FLAGS = ("--enable-metrics", "--skip-server-warmup")  # the first generation is the warm-up
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _POLL_INTERVAL_S = 0.1
 _ROUTER_STARTUP_S = 180.0
@@ -129,7 +129,7 @@ def launch_engine(
     keeps_kv: bool = False,
     options: Mapping[str, object] = _NO_OPTIONS,
 ) -> EngineHandle:
-    """Start SGLang on `model_path` and return when it has answered a generation.
+    """Start SGLang on `model_path` and return when it has answered a generation; an FP8 engine, an empty batch.
 
     Args:
         model_path: Hugging Face directory with weights and tokenizer.
@@ -348,7 +348,8 @@ def _environment(scratch: Path, placement: Placement, engine: EngineConfig, host
     environment["TMPDIR"] = str(scratch)
     environment["PYTHONUNBUFFERED"] = "1"
     environment[AWAIT_PUSH_VARIABLE] = "1" if engine.quantization != "none" else ""
-    # Answers come in one piece: of customized_info (entropies) sglang 0.5.12 keeps only the last piece's values.
+    # Requests that do not stream are answered in one piece: of customized_info (entropies) sglang 0.5.12 keeps only
+    # the last piece's values.
     environment["SGLANG_FORCE_STREAM_INTERVAL"] = str(2**31 - 1)
     environment.update(process_environment("auto" if placement.gpus else "cpu"))
     if is_loopback(host):
@@ -380,7 +381,7 @@ def _cores_per_rank(cores: Sequence[int], ranks: int) -> str:
 
 
 def _wait_until_healthy(process: "subprocess.Popen[bytes]", spec: ServiceSpec) -> None:
-    """Poll /health, which answers 200 only after a generation has passed through the whole engine."""
+    """Poll /health, which answers 200 after a generation, or after an empty batch if the gate is closed (FP8)."""
     deadline = time.monotonic() + spec.startup_timeout_s
     session = requests.Session()
     session.trust_env = False  # a cluster's HTTP_PROXY cannot reach 127.0.0.1

@@ -265,7 +265,7 @@ def _distance(trainer: TrainerShard, device: str, host: str) -> int:
 
 
 def _union(boxes: set[Box]) -> int:
-    """Return the number of elements in the union of boxes that are equal in all but one dimension or disjoint."""
+    """Return the number of elements in the union of boxes, no three of which have an element in common."""
     total, seen = 0, list[Box]()
     for box in sorted(boxes):
         total += size(box) - sum(size(common) for other in seen if (common := intersect(box, other)) is not None)

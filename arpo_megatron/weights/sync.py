@@ -59,7 +59,7 @@ class PushReport:
     """Duration, size and verification of one push."""
 
     seconds: float
-    """Wall time from begin to commit, or to the comparison of checksums."""
+    """Wall time of the whole call: from `prepare` to the commit, or to the comparison of checksums."""
     bytes: int
     """Bytes of all tensors of the push."""
     verified: tuple[str, ...]
@@ -190,6 +190,7 @@ class WeightSync:
         )
 
     def verify_next(self) -> None:
+        """Compare checksums at the next push, whatever `sync.verify_every` is."""
         self._since_verified = self._settings.verify_every
 
     def close(self) -> None:

@@ -260,13 +260,21 @@ def test_next_buffer_is_filled_while_an_engine_reads(monkeypatch: pytest.MonkeyP
     trainer.transport.close()
 
 
-def test_shared_buffers_are_free_between_pushes() -> None:
+def test_shared_buffers_are_free_between_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    during, offer = list[bool](), sharing.offer
+
     def mapped() -> bool:
         return f"/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
 
+    def offer_and_note(*arguments: Any) -> None:
+        offer(*arguments)
+        during.append(mapped())
+
+    monkeypatch.setattr(sharing, "offer", offer_and_note)
     trainer = Trainer(Control(None))
     for _ in range(2):
         trainer.push()
         trainer.check()
         assert not mapped()
         trainer.transport.close()
+    assert during and all(during), "torch's files have the name that is looked for"

@@ -124,19 +124,21 @@ def test_push_to_a_restarted_engine_has_a_new_plan_and_is_verified(engine: Engin
 
 
 def test_push_waits_for_running_generations_and_refuses_new_ones(engine: EngineHandle, tmp_path: Path) -> None:
-    refused: list[requests.Response] = []
+    refused, idle = list[requests.Response](), list[int]()
     with ThreadPoolExecutor(1) as pool, trainer(tmp_path, 20).sync(engine.url) as sync:
         long = begun(engine.url, pool)
         begin = sync.engines.begin_push
 
         def begin_then_ask(version: int) -> object:
             found = begin(version)
+            idle.append(requests.post(f"{engine.url}/flush_cache", timeout=20).status_code)  # 400 while one runs
             refused.append(post(engine.url))
             return found
 
         sync.engines.begin_push = begin_then_ask  # type: ignore[method-assign, assignment]
         sync.push(20)
         assert long.result() == 200
+    assert idle == [200], "begin_push returns after the last generation"
     assert refused[0].status_code == 503
     assert refused[0].json() == {"error": "weights of version 20 are arriving"}
     assert generate(engine.url)["meta_info"]["weight_version"] == "20"

@@ -227,7 +227,7 @@ def test_engine_reports_its_reason_before_the_request_for_it_times_out() -> None
     with HTTPServer(("127.0.0.1", 0), WaitsInVain) as server:
         threading.Thread(target=server.handle_request).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        requests = EngineAdmin([url], timeout_s=5.0)
+        requests = EngineAdmin([url], timeout_s=10.0)
         posts = announce.start(requests, Exchange("", (EngineEndpoint(url, 1, ""),), (), ()))
         with pytest.raises(WeightPushError, match="HTTP 400: no buffer came"):
             announce.run(posts, lambda: None)

@@ -65,8 +65,8 @@ _LOADING = {
     "/update_weights_from_ipc",
 }
 _PASSING = {
-    *("/init_weights_update_group", "/destroy_weights_update_group", "/weights_checker", "/flush_cache"),
-    *("/abort_request", "/metrics", "/metrics/", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+    *("/weights_checker", "/flush_cache", "/abort_request"),
+    *("/metrics", "/metrics/", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
     *("/weight_version", "/get_weight_version", "/v1/models", "/v1/loads", "/get_load"),
 }
 """Paths that generate nothing and pass a closed gate."""

@@ -35,7 +35,8 @@ class Incoming(Protocol):
     def finish(self, messages: Sequence[WeightMessage]) -> None:
         """Wait for a round and store it in the parameters."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Disconnect from the trainer, which notices at once."""
 
 
 class FromGroup:

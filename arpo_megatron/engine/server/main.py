@@ -4,10 +4,11 @@ ARGS are those of `sglang.launch_server`. The additions are:
 
 - `gate`: refuses generations during a weight push; only the HTTP server has it
 - `receive`: receives a push's weights straight into the parameters
-- `checksums`: of the weights, for the check after a push
+- `checksums`: computes checksums of the weights, for the check after a push
 - `stream`: streams an answer in few pieces
 - `entropy`: exact entropies of sampled tokens
 - `cpu`: what a CPU server needs (with `--device cpu`)
+- `fp8_on_cpu`: emulates the products of FP8 engines (with `--device cpu`)
 - guards that kill the engine's processes when the process that started them dies
 
 SGLang spawns its scheduler and detokenizer. A spawned child imports this module again as `__mp_main__`, so the module

@@ -77,7 +77,12 @@ class Shard:
         self._incoming = FromMemory(link, parameters) if link["kind"] == "ipc" else FromGroup(link, parameters)
 
     def receive(self, plan: str, deadline_s: float) -> None:
-        """Receive all rounds of a push; one arrives while the one before it is stored."""
+        """Receive all rounds of a push; one arrives while the one before it is stored.
+
+        Raises:
+            ValueError: `plan` is not this rank's plan, or a tensor has not arrived whole.
+            Exception: the exchange failed; the next push needs a plan.
+        """
         parameters, incoming = self._held(), self._incoming
         if incoming is None or plan != self._plan:
             raise ValueError("this exchange does not follow the engine's newest plan")

@@ -105,9 +105,9 @@ class EngineShard:
     """The parts of tensors that one rank of an engine holds, and its place."""
 
     device: str
-    """UUID of the GPU, or boot ID of a machine without GPUs."""
+    """The result of `devices.device_name`: equal in two processes if they can share memory of the device."""
     host: str
-    """Boot ID of the machine."""
+    """The result of `devices.host_name`."""
     boxes: Boxes
     """Equal ranks of an engine's replicas share one object, so that a plan is made once for all of them."""
 

@@ -25,10 +25,10 @@ class PushGroup:
     """The process group for the rounds of pushes. A member that fails ends a push on all members.
 
     Args:
-        store: for this group alone.
-        name: no other group of this process has it.
-        rank: this member's place.
-        members: their number.
+        store: a store that only this group uses.
+        name: unique among the groups of this process.
+        rank: index of this member.
+        members: number of members.
         backend: "nccl" or "gloo".
         timeout_s: deadline of forming the group, and of each push.
 
@@ -92,7 +92,7 @@ class PushGroup:
                 self._met = True
             with Watchdog(partial(self._abort, self.group), deadline_s, failed):
                 yield [dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)]
-        except ExchangeAbortedError:  # the others know, or the store does not answer
+        except ExchangeAbortedError:  # the others know why, reach their own deadlines, or cannot ask the store either
             self.leave()
             raise
         except Exception as error:
@@ -151,8 +151,8 @@ def meet(store: Store, members: int, deadline_s: float, failed: Callable[[], str
     meet in the store before.
 
     Args:
-        store: the group's.
-        members: their number.
+        store: store of the group.
+        members: number of members of the group.
         deadline_s: seconds from now.
         failed: returns why a member will not come, or "".
 
