@@ -6,6 +6,7 @@ a view of such a tensor into a parameter is recorded and not made.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,30 @@ def find_copies(model: nn.Module, types: Mapping[str, TensorType]) -> dict[str, 
     """
     sources = {name: kind.meta() for name, kind in types.items()}
     recorder = _CopyRecorder(sources)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), recorder, _scales_under_both_names(model):
         model.load_weights(list(sources.items()))  # type: ignore[operator]  # a method of every SGLang model
     return recorder.copies
+
+
+@contextmanager
+def _scales_under_both_names(model: nn.Module) -> Iterator[None]:
+    """Let the model's loader find each scale of a block without "_inv" in its name, too.
+
+    SGLang's loader of Llama renames the scales (0.5.18), but the layers keep the name that all other loaders use.
+    """
+    named_parameters = model.named_parameters
+
+    def both(*args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in named_parameters(*args, **options):
+            yield name, parameter
+            if name.endswith(".weight_scale_inv"):
+                yield name.removesuffix("_inv"), parameter
+
+    model.named_parameters = both  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.named_parameters
 
 
 class _CopyRecorder(TorchDispatchMode):
