@@ -177,8 +177,10 @@ class ModelSpec:
             try:
                 validation.check_multiples("engine.quantization=fp8: the", f"of {side} ranks", widths, 128)
             except ValueError as error:
-                more = "" if dense or side == "trainer" else f"; engine.expert={engine.tensor} divides no expert"
-                raise UserError(f"{error}{more}") from None
+                more = f"engine.expert={engine.tensor} divides no expert"
+                if side == "trainer":
+                    more = f"a larger parallel.expert (now {parallel.expert}) divides an expert among fewer ranks"
+                raise UserError(f"{error}; {more}" if not dense and "MLP" in str(error) else str(error)) from None
 
     def check_replay(self, algorithm: AlgorithmConfig) -> None:
         """Raise UserError if the job replays expert routes and the model has no experts."""
