@@ -27,7 +27,7 @@ def train(run: TrainingRun) -> None:
             old_outputs = run.compute_logprobs(batches)
         with run.phase("update"):
             updates = [
-                run.update(batch, old, on_policy=index == 0)
+                run.update(batch, old, on_policy=index == 0, last=index == len(batches) - 1)
                 for index, (batch, old) in enumerate(zip(batches, old_outputs, strict=True))
             ]
         with run.phase("push"):

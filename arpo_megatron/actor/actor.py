@@ -27,8 +27,10 @@ from arpo_megatron.actor.optimizer import (
     build_optimizer,
     build_scheduler,
     clip_and_step,
+    gather_weights,
     gradient_buffers,
     reduce_in_order,
+    wait_for_head,
 )
 from arpo_megatron.actor.parallel import device, gather_objects, reduce_over_targets
 from arpo_megatron.actor.pass_clock import PassClock
@@ -124,6 +126,7 @@ class Actor:
         for wrapped in self._wrapped:
             fuse_weight_gradients(wrapped)
             reduce_in_order(wrapped)
+            wait_for_head(wrapped)
         self.nonfinite_packs = []
         self.progress = TrainingProgress()
         self._optimizer_config = optimizer
@@ -212,6 +215,7 @@ class Actor:
         *,
         reference_logprobs: Sequence[Float32Array] | None = None,
         check: Callable[[UpdateStats], None] | None = None,
+        await_weights: bool = True,
     ) -> UpdateStats:
         """Take one optimizer step on a batch; each pack is a micro-batch.
 
@@ -224,6 +228,7 @@ class Actor:
             loss: meaning of the credits (see `algorithms.credit.LossForm`).
             reference_logprobs: float32[m] per pack from `reference_logprobs`.
             check: receives the statistics before the step if all losses are finite; it may raise.
+            await_weights: False if a pass over packs reads the new weights first. Their gather may overlap with it.
 
         Raises:
             ValueError: there are no packs, the old log-probs do not fit them, or the actor has no optimizer.
@@ -237,6 +242,7 @@ class Actor:
         if check is not None and finite:
             check(stats)
         grad_norm, stepped = clip_and_step(self.optimizer, self._optimizer_config.clip_grad, finite=finite)
+        gather_weights(self._wrapped, wait=await_weights)
         self.nonfinite_packs = [] if stepped else self._nonfinite(packs, outputs)
         return replace(stats, grad_norm=grad_norm, skipped=not stepped)
 

@@ -22,20 +22,20 @@ def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig) -> Distribute
 
     Each part of the gradient is reduced as soon as the last backward pass of a batch has completed it. That needs one
     last backward pass with all parameters, and a group of packs in a pipeline has several. Experts and packs without
-    tokens take part: their gradients are zero.
-
-    The gather of new weights does not overlap with the next forward pass. Megatron would wait for each weight in the
-    call of the module that has it. But the head reads the output layer's weight without a call, and pushes,
-    checkpoints and exports read all weights.
+    tokens take part: their gradients are zero. In the same layouts the distributed optimizer's gather of new weights
+    can overlap with the next forward pass (`gather_weights`).
 
     Args:
         dtype: dtype of the parameters.
         parallel: layout.
     """
+    overlap = parallel.data * parallel.context > 1 and parallel.pipeline == 1
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=dtype == torch.bfloat16,
         use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.data * parallel.context > 1 and parallel.pipeline == 1,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and parallel.distributed_optimizer,
+        align_param_gather=True,  # a layer that waits for its weights does not start the gather of others
     )
 
 
@@ -60,6 +60,37 @@ def _start_in_order(groups: list[Any], own: Any, **options: Any) -> None:
         if not own.is_first_batch and group.per_param_grad_ready_counts != group.golden_per_param_grad_ready_counts:
             break
         type(group).start_grad_sync(group, **options)
+
+
+def wait_for_head(wrapped: Any) -> None:
+    """Let the norm before the output head wait for the head's weights.
+
+    Megatron lets each layer wait for its own when it is called. The head's weight is read without a call of its layer.
+    """
+    if wrapped.use_forward_hook:
+        wait, model = wrapped._make_forward_pre_hook(), wrapped.module
+        model.decoder.final_layernorm.register_forward_pre_hook(lambda *_: wait(model.output_layer))
+
+
+def gather_weights(wrapped_chunks: list[Any], *, wait: bool) -> None:
+    """Gather new weights, in the order in which a forward pass needs them, if the optimizer's step has not done so.
+
+    Args:
+        wrapped_chunks: made with `gradient_buffers`.
+        wait: return when all are there. Otherwise only a forward pass may read them, whose layers wait for their own.
+    """
+    for wrapped in wrapped_chunks:
+        if not wrapped.use_forward_hook:
+            continue
+        started = [
+            group
+            for groups in (wrapped.bucket_groups, wrapped.expert_parallel_bucket_groups)
+            for group in reversed(groups)
+        ]
+        for group in started:
+            group.start_param_sync()
+        for group in started if wait else ():
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def build_optimizer(

@@ -187,13 +187,14 @@ class TrainingRun:
         """Return log-probs and entropies of the batches under the present policy."""
         return step_outputs(self.actor, batches, self.config)
 
-    def update(self, batch: Batch, old: PolicyOutputs, *, on_policy: bool) -> UpdateStats:
+    def update(self, batch: Batch, old: PolicyOutputs, *, on_policy: bool, last: bool) -> UpdateStats:
         """Update the policy once; an update with a loss or gradient that is not finite is skipped and dumped.
 
         Args:
             batch: from `make_batches`.
             old: its log-probs and entropies under the policy of the step.
             on_policy: no update of the step came before, so the policy is checked against its old log-probs.
+            last: no update of the step follows.
 
         Raises:
             RuntimeError: the policy differs from itself before its update.
@@ -222,6 +223,7 @@ class TrainingRun:
             ready.loss,
             reference_logprobs=batch.reference_logprobs,
             check=check if on_policy else None,
+            await_weights=last,
         )
         self.state.skipped_in_a_row = self.session.handle_skipped_update(
             self.state.skipped_in_a_row,

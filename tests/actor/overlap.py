@@ -1,4 +1,4 @@
-"""Updates of mixtures with and without overlap of the reduction; the ranks of test_overlap.py run it."""
+"""Updates of mixtures with and without overlap of reduction and gather; the ranks of test_overlap.py run it."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,8 @@ def train(job: JobConfig, spec: ModelSpec, *, overlap: bool) -> dict[str, torch.
     def small(*arguments: Any) -> Any:
         found = gradient_buffers(*arguments)
         assert found.overlap_grad_reduce
-        return replace(found, bucket_size=BUCKET)
+        gather = overlap and found.overlap_param_gather
+        return replace(found, bucket_size=BUCKET, overlap_param_gather=gather)
 
     with patch.object(actor_module, "gradient_buffers", small):
         actor = Actor(job, spec, None, optimizer=OptimizerConfig(lr=1e-2), total_updates=len(UPDATES))
@@ -55,9 +56,12 @@ def train(job: JobConfig, spec: ModelSpec, *, overlap: bool) -> dict[str, torch.
         packs = packed(spec, update, trees, token_budget=budget, ranks=layout.data, lockstep=layout.expert > 1)
         empty = sum(index >= len(packs) for group in own_groups(packs, layout) for index in group)
         assert layout.data == 1 or trees > 1 or any(parallel.gather_objects(empty))
-        stats = actor.update(packs, None)
+        last = update == len(UPDATES) - 1
+        stats = actor.update(packs, None, await_weights=last)
+        in_flight = overlap and layout.distributed_optimizer and not last
+        groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+        assert all((group.param_gather_handle is not None) == in_flight for group in groups)
         assert stats.routes_replayed == approx(1.0) and stats.grad_norm > 0, (update, stats)
-    groups = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
     assert len(groups) > 4
     assert all(group.is_first_batch != overlap for group in groups), "Megatron has not seen all gradients of a batch"
     return {name: weight.detach().clone() for name, weight in actor.model.named_parameters()}

@@ -1,4 +1,7 @@
-"""A mixture's gradients are reduced during its last backward pass, also those of experts and packs without tokens."""
+"""A mixture's gradients are reduced during its last backward pass, also those of experts and packs without tokens.
+
+The distributed optimizer gathers new weights during the next forward pass.
+"""
 
 import pytest
 
@@ -20,7 +23,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_overlap_of_the_reduction_changes_no_update_of_a_mixture(ranks: int) -> None:
+def test_overlap_changes_no_update_of_a_mixture(ranks: int) -> None:
     jobs = [cases.job(ParallelConfig(**fields)) for fields in LAYOUTS[ranks]]
     run_ranks(overlap.check, [(job, cases.QWEN3_MOE) for job in jobs], ranks=ranks)
 
