@@ -30,7 +30,12 @@ from tests.weights.pushes import TIMEOUT_S, TOKENS, add_tokenizer, post
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 """Whole blocks for two ranks on either side."""
-CASES = {"qwen3": (1, {}), "qwen2": (1, {"hidden_size": 512}), "qwen3moe": (2, {"moe_intermediate_size": 128})}
+CASES = {
+    "llama": (1, {}),
+    "qwen2": (1, {"hidden_size": 512}),
+    "qwen3": (1, {}),
+    "qwen3moe": (2, {"moe_intermediate_size": 128}),
+}
 """By family: `engine.expert` and `parallel.expert`, and sizes. Half an expert is no whole block, so each rank has half
 of the experts."""
 BUCKET_BYTES = 200_000
