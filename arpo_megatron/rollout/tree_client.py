@@ -107,13 +107,7 @@ class TreeClient:
         """
         recorded = self.recorded(node)
         if len(previous) < len(recorded):
-            generation = recorded[len(previous)]
-            if generation is self._record.first.get(node.key):
-                self._keep(node.key, generation)  # the request that continues after them must not replace them
-            self._count(generation)
-            self.counts.tokens_recorded += len(generation.token_ids)
-            self._context.on_tokens(len(generation.token_ids))
-            return generation
+            return self._replayed(node, recorded[len(previous)])
         context = self._context
         seed = path_seed(context.seed, context.step, self._task_id, node.key)
         tokens = np.concatenate([prefix, *(each.token_ids for each in previous)])
@@ -149,6 +143,15 @@ class TreeClient:
         self.prefixes.mark_cached(node)
         self._add(node.key, generation)
         context.on_tokens(len(generation.token_ids))
+        return generation
+
+    def _replayed(self, node: Node, generation: Generation) -> Generation:
+        """Count a recorded generation, and return it."""
+        if generation is self._record.first.get(node.key):
+            self._keep(node.key, generation)  # the request that continues after them must not replace them
+        self._count(generation)
+        self.counts.tokens_recorded += len(generation.token_ids)
+        self._context.on_tokens(len(generation.token_ids))
         return generation
 
     @property
