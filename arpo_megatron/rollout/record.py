@@ -39,6 +39,8 @@ class RecordedAnswer:
     token_ids: Int32Array
     """int32[n], the tokens of the result."""
     tool: ToolRecord
+    shared_as: str | None = None
+    """Name that the call has in common with equal calls of the tree; None if it shares no execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class TreeRecord:
     """First tokens of a generation that is not recorded, by its path key."""
     tool_results: dict[PathKey, RecordedAnswer] = field(default_factory=dict)
     """The result of the call that ended a MODEL segment, by its path key."""
+    shared_results: dict[str, RecordedAnswer] = field(default_factory=dict)
+    """The first of `tool_results` with each name (`RecordedAnswer.shared_as`)."""
     seconds: float = 0.0
     """Age of the tree at its newest entry."""
     sampled_s: dict[PathKey, list[float]] = field(default_factory=dict)
@@ -112,6 +116,8 @@ class TreeRecord:
             case RecordedAnswer():
                 self.tool_results[key] = answer
                 self.answered_s[key] = seconds
+                if answer.shared_as is not None:
+                    self.shared_results.setdefault(answer.shared_as, answer)
 
 
 def encode_entry(key: PathKey, answer: Answer | FirstTokens, seconds: float) -> bytes:
@@ -133,6 +139,8 @@ def encode_entry(key: PathKey, answer: Answer | FirstTokens, seconds: float) -> 
             tool = answer.tool
             fields["ids"] = answer.token_ids.tobytes()
             fields["tool"] = (tool.name, dict(tool.arguments), tool.status, tool.seconds, tool.cached)
+            if answer.shared_as is not None:
+                fields["shared_as"] = answer.shared_as
     return _encoder.encode(fields)
 
 
@@ -143,7 +151,7 @@ def _decode_entry(entry: bytes) -> tuple[PathKey, Answer | FirstTokens, float]:
         return key, Prefill(*fields["prefilled"]), seconds
     ids = np.frombuffer(fields["ids"], np.int32)
     if "tool" in fields:
-        return key, RecordedAnswer(ids, ToolRecord(*fields["tool"])), seconds
+        return key, RecordedAnswer(ids, ToolRecord(*fields["tool"]), fields.get("shared_as")), seconds
     prompt_tokens, cached_tokens, version = fields["counts"]
     routes = None
     if "routes" in fields:

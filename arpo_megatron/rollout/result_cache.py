@@ -21,7 +21,7 @@ SHARED_STATUSES = ("ok", "error")
 
 
 def history_digest(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return a name for the state that calls with these arguments leave, in their order."""
+    """Return a name for calls with these arguments, in their order, and for the state that they leave."""
     return hashlib.sha256(json.dumps([dict(each) for each in calls], sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -4,7 +4,6 @@ A tree that is grown again from its record gets the recorded answers first, and 
 """
 
 import asyncio
-import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -57,7 +56,7 @@ class TreeClient:
         self.calls: Counter[tuple[str, bool]] = Counter()
         """Calls that were executed for this tree, by tool and whether they were answered."""
         self._executions: dict[PathKey, str] = {}  # what equal calls of the tree share, by path key
-        self._results: dict[str, asyncio.Future[RecordedAnswer]] = {}
+        self._running: dict[str, asyncio.Future[RecordedAnswer]] = {}  # calls with that name
         self._record = TreeRecord.from_entries(entries)
         self._write = record
         self._started = time.monotonic() - self._record.seconds
@@ -196,24 +195,25 @@ class TreeClient:
         if name is not None:
             self._executions[node.key] = name
         if (recorded := self._record.tool_results.get(node.key)) is not None:
-            if name is not None and name not in self._results:
-                self._results[name] = asyncio.get_running_loop().create_future()
-                self._results[name].set_result(recorded)
             self._count(recorded)
             return recorded
-        first = None if name is None else self._results.get(name)
-        waiting = asyncio.ensure_future(self._ask(node, call)) if first is None else first
-        if name is not None:
-            self._results[name] = waiting
-        admission = self._context.admission
-        executes = isinstance(call, ToolCall)  # other calls have their results already
-        with admission.tool_call(node) if admission is not None and executes else nullcontext():
-            result = await waiting
-        if first is not None:
-            self.counts.seconds_saved += result.tool.seconds
-            result = replace(result, tool=replace(result.tool, cached=True))
-        self._add(node.key, result)
-        return result
+        known = None if name is None else self._record.shared_results.get(name)
+        first = None if name is None else self._running.get(name)
+        if known is None:
+            waiting = asyncio.ensure_future(self._ask(node, call, name)) if first is None else first
+            if name is not None:
+                self._running[name] = waiting
+            admission = self._context.admission
+            executes = isinstance(call, ToolCall)  # other calls have their results already
+            with admission.tool_call(node) if admission is not None and executes else nullcontext():
+                result = await waiting
+            if first is None:
+                return result
+            known = result
+        self.counts.seconds_saved += known.tool.seconds
+        shared = replace(known, tool=replace(known.tool, cached=True))
+        self._add(node.key, shared)
+        return shared
 
     def same_calls(self, tree: RolloutTree, keys: Sequence[PathKey]) -> dict[int, int]:
         """Return `RolloutTree.same_calls` of a tree that has grown, given the path key of each segment."""
@@ -234,14 +234,18 @@ class TreeClient:
         limits = self._context.limits
         if not isinstance(call, ToolCall) or self._context.environments or call.tool not in limits.shared_tools:
             return None
-        return json.dumps([call.tool, dict(call.arguments), self._session(node, call)], sort_keys=True)
+        return history_digest([{"tool": call.tool, "arguments": dict(call.arguments), **self._session(node, call)}])
 
-    async def _ask(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
+    async def _ask(self, node: Node, call: AnsweredCall, name: str | None) -> RecordedAnswer:
+        """Return the result of a call that no equal one has executed, recorded before any path can act on it."""
         try:
-            return await self._send_call(node, call)
+            result = await self._send_call(node, call)
         except SandboxUnavailable as error:
             self.failed_calls[call.tool] = str(error)
-            return RecordedAnswer(np.zeros(0, np.int32), ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False))
+            result = RecordedAnswer(np.zeros(0, np.int32), ToolRecord(call.tool, {}, FAILED_CALL, 0.0, False))
+        result = replace(result, shared_as=name)
+        self._add(node.key, result)
+        return result
 
     async def _send_call(self, node: Node, call: AnsweredCall) -> RecordedAnswer:
         if not isinstance(call, ToolCall):

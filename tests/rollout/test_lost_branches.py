@@ -21,7 +21,7 @@ from arpo_megatron.algorithms.advantages.group import GroupNormalised
 from arpo_megatron.algorithms.advantages.lost import pair_weights
 from arpo_megatron.algorithms.advantages.rloo import LeaveOneOut
 from arpo_megatron.algorithms.base import AdvantageEstimator, Group
-from arpo_megatron.algorithms.branching import BranchPolicy, make_branch_policy
+from arpo_megatron.algorithms.branching import BranchPolicy, make_branch_policy, path_seed
 from arpo_megatron.algorithms.branching.budget import PooledForks
 from arpo_megatron.algorithms.credit import TreeShape, leaf_weights
 from arpo_megatron.config import AlgorithmConfig
@@ -34,6 +34,7 @@ from arpo_megatron.rollout.context import RolloutContext
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
+from arpo_megatron.rollout.record import TreeRecord
 from arpo_megatron.rollout.replay_decisions import replay_decisions
 from arpo_megatron.rollout.result_cache import ResultCache
 from arpo_megatron.tasks.base import Task
@@ -135,9 +136,10 @@ def grow_with(
     limits: RolloutLimits = APART,
     record: Callable[[bytes], None] = lambda _entry: None,
     entries: Sequence[bytes] = (),
+    engine_type: type[ChoosingEngine] = ChoosingEngine,
 ) -> tuple[RolloutTree | None, TreeGrower]:
     """Return a tree, None if all of it is lost, and its grower."""
-    engine: Any = ChoosingEngine(choices)
+    engine: Any = engine_type(choices)
     tools: Any = FailingTools(choices, failures)
     context = RolloutContext(engine, tools, CODEC, policy, Sampling(), limits, SEED, 3, lambda _tokens: None)
     prompt = np.array(CODEC.encode(PROMPT), np.int32)
@@ -326,6 +328,30 @@ def test_tree_with_failed_calls_regrows_from_its_record(limits: RolloutLimits) -
             assert again.planned == tree.planned and again.grown.same_calls == tree.grown.same_calls
         assert regrown.counts.calls_failed == grower.counts.calls_failed
         assert (grower.counts.calls_failed > 0) == bool(grower.failed_calls)
+
+
+class FirstPathIsLate(ChoosingEngine):
+    async def generate(self, *arguments: Any, sampling: Sampling, **rest: Any) -> Generation:
+        if sampling.seed == path_seed(SEED, 3, "task-1", (0,)):
+            await asyncio.sleep(0.01)
+        return await super().generate(*arguments, sampling=sampling, **rest)
+
+
+def test_restart_executes_no_shared_call_again_that_only_a_later_path_has_in_its_record() -> None:
+    """The record is cut at each entry, also between the result of a call and its use in the other paths."""
+
+    def executed(choices: Choices) -> int:
+        return sum(isinstance(key, tuple) for key, _, _ in choices.drawn)
+
+    entries: list[bytes] = []
+    whole = Choices()
+    grow_with(whole, limits=SHARED, record=entries.append, engine_type=FirstPathIsLate)
+    results = TreeRecord.from_entries(entries).tool_results
+    assert not results[1,].tool.cached and results[0,].tool.cached
+    for cut in range(len(entries) + 1):
+        known = sum(not each.tool.cached for each in TreeRecord.from_entries(entries[:cut]).tool_results.values())
+        grow_with(again := Choices(), limits=SHARED, entries=entries[:cut])
+        assert known + executed(again) == executed(whole) == 2
 
 
 def test_evaluation_gives_lost_attempts_no_answer() -> None:
