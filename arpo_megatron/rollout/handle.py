@@ -195,8 +195,8 @@ class RolloutHandle:
         Args:
             request: which trees to wait for.
             progress: called from this thread now and then.
-            finished: called from this thread with trees that are finished while others grow. A tree that is left for a
-                later collection is given again then.
+            finished: called from this thread with trees that are finished while others grow. A tree is given again, as
+                the same object, if it is left for a later collection or the process was restarted.
 
         Raises:
             RolloutError: the process failed.
@@ -371,7 +371,8 @@ class RolloutHandle:
         if isinstance(message, FinishedTree):
             with self._lock:
                 if message.tree_id in self._trees:
-                    self._finished[message.tree_id] = message.tree
+                    # A new process sends it again; the first object may be with a judge already.
+                    self._finished.setdefault(message.tree_id, message.tree)
             self._answers.put((_GREETING, message))
             return False
         assert isinstance(message, tuple)

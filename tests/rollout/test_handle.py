@@ -170,6 +170,34 @@ def test_finished_trees_are_given_while_others_grow(
     assert first is trees["ab".index(name)], "the report has the same object"
 
 
+def test_finished_tree_is_the_same_object_after_a_restart(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine]
+) -> None:
+    """`TreeScorer` knows the trees that it has begun to score by their objects: another one is judged again."""
+    engine = Stuck(lambda _text: "xyz")
+    scripted_engine(engine)
+    served: list[Connection[Any, Any]] = []
+    given: list[RolloutTree] = []
+
+    def finished(_task: Task, tree: RolloutTree) -> None:
+        given.append(tree)
+        if len(given) == 1:
+            hang_up(served[0])
+        else:
+            engine.released = True
+
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, served)
+        settings = ServiceSettings((engine.url,), NOWHERE, folder, 1)
+        with RolloutHandle.connect(folder / "socket", settings) as handle:
+            grown = RolloutSettings(None, 1, Sampling(), LIMITS)
+            tasks = [Task(name, (), "", "math", "w") for name in "ab"]
+            handle.start_trees("g", tasks, step=0, version=0, settings=grown)
+            trees = handle.collect(CollectTrees("g"), finished=finished).trees
+    assert len(served) == 2 and len(given) > 2
+    assert {id(tree) for tree in given} == {id(tree) for tree in trees}
+
+
 class Measured:
     """A connection that notes the size of each message that it sends."""
 
