@@ -88,6 +88,9 @@ class AdmissionGate:
         if capacities:
             tokens = sum(each.tokens for _, each in capacities) / len(capacities)
             rebuild_s = tokens * await self._prefill_s(int(tokens))
+            if math.isinf(rebuild_s) and self._probe_ids:
+                why = "the time in which an engine computes its KV pool cannot be measured"
+                print(f"{why}: paths that wait for a tool keep their room", file=sys.stderr, flush=True)
         else:
             why = "an engine does not report its KV pool (/server_info), or none is up"
             print(f"{why}: all paths are admitted at once", file=sys.stderr, flush=True)

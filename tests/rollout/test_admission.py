@@ -349,9 +349,9 @@ def test_admission_without_a_limit_is_logged(scripted_engine: Start, capsys: pyt
 
 @pytest.mark.parametrize(("small_s", "large_s"), [(0.3, 0.0), (0.0, 0.3)])
 def test_paths_are_kept_if_the_time_of_a_prefill_is_unknown(
-    scripted_engine: Start, small_s: float, large_s: float
+    scripted_engine: Start, capsys: pytest.CaptureFixture[str], small_s: float, large_s: float
 ) -> None:
-    """Other load can make the shorter probe the slower one."""
+    """Other load can make the shorter probe the slower one. One line reports it."""
     engine = scripted_engine(
         ScriptedEngine(
             str, delay_s=lambda text: small_s if len(text) == 16 else large_s, capacity=EngineCapacity(8000, 4)
@@ -364,6 +364,7 @@ def test_paths_are_kept_if_the_time_of_a_prefill_is_unknown(
             return gate.admission.patience_s
 
     assert math.isfinite(asyncio.run(run())) == (large_s > small_s)
+    assert capsys.readouterr().err.count("paths that wait for a tool keep their room\n") == (large_s < small_s)
 
 
 def test_only_calls_that_a_tool_executes_count_for_the_time_of_calls(
