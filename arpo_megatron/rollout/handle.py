@@ -21,6 +21,7 @@ from typing import Self
 
 from arpo_megatron.errors import UserError
 from arpo_megatron.rollout.connection import connect, hang_up
+from arpo_megatron.rollout.lost_branches import AnsweredShares
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     FailedTree,
@@ -73,6 +74,7 @@ class RolloutHandle:
         self._paused = False
         self._pending: tuple[int, object] | None = None
         self._finished: dict[int, RolloutTree] = {}  # not collected yet
+        self._shares: dict[str, AnsweredShares] = {}  # by purpose; here, because the process may be restarted
         self._parts: list[FailedTree] = []  # of a report that is arriving
         self._broken: Exception | None = None
         self._closed = threading.Event()
@@ -260,13 +262,16 @@ class RolloutHandle:
 
     def _report(
         self,
-        request: object,
+        request: CollectTrees | StopTrees,
         progress: Callable[[RolloutProgress], None] | None = None,
         finished: Callable[[int], None] | None = None,
     ) -> RolloutReport:
         report = self._call(request, progress, finished)
         if not isinstance(report, RolloutReport):
             raise AssertionError(f"{request!r} was answered with {report!r}")
+        shares = self._shares.setdefault(request.purpose, AnsweredShares()).add(report.calls)
+        for tree in report.trees:
+            tree.answered_shares = dict(shares)
         return report
 
     def _call(
@@ -386,8 +391,6 @@ class RolloutHandle:
             with self._lock:
                 ids = [tree_id for tree_id in answer.tree_ids if tree_id in self._finished]
                 trees = [self._finished.pop(tree_id) for tree_id in ids]
-            for tree in trees:
-                tree.answered_shares = dict(answer.answered_shares)
             answer = replace(answer, trees=trees, failed=failed)
         with self._lock:
             if isinstance(answer, RolloutReport):

@@ -13,7 +13,7 @@ if all calls that it needs were answered: those on its path, and those of other 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from arpo_megatron.algorithms.branching import PathKey, ended_path_key
 from arpo_megatron.tree import FAILED_CALL, LostBranches, Role, RolloutTree
@@ -32,16 +32,15 @@ class AnsweredShares:
     def __init__(self) -> None:
         self._calls: dict[tuple[str, bool], float] = {}
 
-    def add(self, calls: Iterable[Mapping[tuple[str, bool], int]]) -> dict[str, float]:
+    def add(self, calls: Mapping[tuple[str, bool], int]) -> dict[str, float]:
         """Add the calls of all trees of a report, failed trees included; return the shares of tools whose calls fail.
 
         Args:
-            calls: for each tree its calls by tool and whether they were answered.
+            calls: their number by tool and whether they were answered.
         """
         found = defaultdict(float, {key: count * _KEPT for key, count in self._calls.items()})
-        for each in calls:
-            for key, count in each.items():
-                found[key] += count
+        for key, count in calls.items():
+            found[key] += count
         self._calls = dict(found)
         failing = {tool for (tool, answered), count in self._calls.items() if count and not answered}
         return {tool: found[tool, True] / (found[tool, True] + found[tool, False]) for tool in sorted(failing)}

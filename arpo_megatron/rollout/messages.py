@@ -97,8 +97,8 @@ class RolloutReport:
     """Their ids (`LiveTree.tree_id`)."""
     failed_calls: Mapping[str, str] = field(default_factory=dict)
     """Why the newest failed call of each tool failed."""
-    answered_shares: Mapping[str, float] = field(default_factory=dict)
-    """`RolloutTree.answered_shares` of each of its trees."""
+    calls: Mapping[tuple[str, bool], int] = field(default_factory=dict)
+    """Calls that were executed for all of them, by tool and whether they were answered."""
 
 
 @dataclass(frozen=True, slots=True)

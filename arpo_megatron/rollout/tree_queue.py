@@ -16,7 +16,7 @@ from arpo_megatron.rollout.context import PromptTooLongError, ToolTextError
 from arpo_megatron.rollout.environments import EnvironmentStateError, TreeEnvironments
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
-from arpo_megatron.rollout.lost_branches import AllBranchesLostError, AnsweredShares
+from arpo_megatron.rollout.lost_branches import AllBranchesLostError
 from arpo_megatron.rollout.messages import FailedTree, RolloutReport
 from arpo_megatron.rollout.tools import ToolBlockedError
 from arpo_megatron.tree import RolloutTree
@@ -65,8 +65,6 @@ class TreeQueue:
     """Number of unfinished trees by policy version at their start."""
     prefills: RolloutCounts = field(default_factory=RolloutCounts)
     """Costs of prefixes that were prefilled for several trees."""
-    shares: AnsweredShares = field(default_factory=AnsweredShares)
-    """Shares of tool calls that are answered."""
     since: float = field(default_factory=time.monotonic)
     """Time of the last report, or of the first tree's start."""
     tokens: int = 0
@@ -113,9 +111,9 @@ class TreeQueue:
         )
         self.since, self.tokens = now, 0
         self.trees_running = self.trees_waiting = 0
-        shares = self.shares.add(tree.grower.calls for tree in collected)
+        calls = sum((tree.grower.calls for tree in collected), Counter[tuple[str, bool]]())
         reasons = {tool: why for tree in collected for tool, why in tree.grower.failed_calls.items()}
-        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, shares)
+        return RolloutReport(trees, failed, stats, tuple(tree.tree_id for tree in collected), reasons, calls)
 
 
 def _failed_tree(tree: PoolTree, error: Exception) -> FailedTree:

@@ -25,9 +25,11 @@ from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
 from arpo_megatron.rollout.limits import RolloutLimits
 from arpo_megatron.rollout.messages import (
     CollectTrees,
+    FinishedTree,
     Pause,
     Restore,
     RolloutProgress,
+    RolloutReport,
     RolloutSettings,
     ServiceSettings,
 )
@@ -258,6 +260,34 @@ def test_process_that_restarts_during_a_pause_stays_paused(folder: Path) -> None
             handle.pause()
         thread.join(10)
     assert [restore.paused for restore in begun] == [False, True]
+
+
+def test_shares_of_answered_calls_survive_a_restart(folder: Path) -> None:
+    """Half of the calls fail in the first report, none in the second, which is that of another process."""
+    stats: Any = None
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+
+        def processes() -> None:
+            for tree_id, calls in enumerate(({("search", True): 2, ("search", False): 2}, {("search", True): 4})):
+                with listener.accept() as connection:
+                    greeting, _restore = connection.recv()
+                    connection.send((greeting, None))
+                    started, _trees = connection.recv()
+                    connection.send((started, None))
+                    asked, _request = connection.recv()
+                    connection.send(FinishedTree(tree_id, RolloutTree("t", [0])))
+                    connection.send((asked, RolloutReport([], [], stats, (tree_id,), calls=calls)))
+                    with suppress(EOFError):  # until the handle asks again, or closes
+                        connection.recv()
+
+        threading.Thread(target=processes, daemon=True).start()
+        grown, task = RolloutSettings(None, 1, Sampling(), LIMITS), Task("t", (), "", "math", "w")
+        with RolloutHandle.connect(folder / "socket", ServiceSettings((NOWHERE,), NOWHERE, folder, 1)) as handle:
+            shares = []
+            for _ in range(2):
+                handle.start_trees("g", [task], step=0, version=0, settings=grown)
+                shares += [tree.answered_shares for tree in handle.collect(CollectTrees("g")).trees]
+    assert shares == [{"search": 0.5}, {"search": pytest.approx((0.9 * 2 + 4) / (0.9 * 4 + 4))}]
 
 
 def test_garbage_is_collected_only_while_no_tree_samples(

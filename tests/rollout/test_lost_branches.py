@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -373,9 +374,9 @@ def test_weight_of_a_pair_is_bounded_and_one_without_failures() -> None:
 
 def test_shares_of_answered_calls_forget_an_outage() -> None:
     shares = AnsweredShares()
-    assert shares.add([{("python", True): 5}]) == {}
-    assert shares.add([{("python", True): 3, ("search", False): 2}, {("search", True): 6}]) == {"search": 0.75}
-    last = [shares.add([{("search", True): 8}])["search"] for _ in range(40)]
+    assert shares.add({("python", True): 5}) == {}
+    assert shares.add({("python", True): 3, ("search", False): 2, ("search", True): 6}) == {"search": 0.75}
+    last = [shares.add({("search", True): 8})["search"] for _ in range(40)]
     assert last == sorted(last) and last[-1] > 0.99
 
 
@@ -397,7 +398,7 @@ def test_ten_thousand_trees_agree_with_the_estimate_without_failures(
     found, plain = [], []
     for _step in range(100):
         drawn = [grow_with(Choices(rng=rng), failures, policy, limits) for _ in range(100)]
-        advantages = by(LeaveOneOut(), known.add(grower.calls for _, grower in drawn))
+        advantages = by(LeaveOneOut(), known.add(sum((grower.calls for _, grower in drawn), Counter())))
         trees = [tree for tree, _ in drawn if tree is not None]
         found.append(sum(gradient(tree, advantages(tree)) for tree in trees) / len(drawn))
         plain.append(sum(gradient(tree, 4 / 3 * survivors(tree)) for tree in trees) / len(drawn))

@@ -20,6 +20,7 @@ from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
 from arpo_megatron.rollout.grower import TreeGrower
 from arpo_megatron.rollout.limits import RolloutLimits
+from arpo_megatron.rollout.lost_branches import AnsweredShares
 from arpo_megatron.rollout.messages import (
     CollectTrees,
     LiveTree,
@@ -245,10 +246,12 @@ def test_shares_of_answered_calls_are_those_of_several_reports_also_after_a_stop
             return found
 
     failed, stopped, answered = asyncio.run(run())
-    assert (len(failed.failed), failed.answered_shares) == (1, {"python": 0.0})
+    shares = AnsweredShares()
+    assert (len(failed.failed), shares.add(failed.calls)) == (1, {"python": 0.0})
     assert [each.reason for each in stopped.failed] == ["TreeStoppedError: it was stopped"]
     assert len(answered.trees) == 1
-    assert answered.answered_shares == {"python": pytest.approx(1 / (1 + 0.9**2))}
+    shares.add(stopped.calls)
+    assert shares.add(answered.calls) == {"python": pytest.approx(1 / (1 + 0.9**2))}
 
 
 def test_benchmark_modes_wait_for_the_same_tools(scripted_engine: Start) -> None:
