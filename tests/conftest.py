@@ -40,14 +40,19 @@ LONGEST_FIRST = (
     *("tests/e2e/", "tests/engine/", "tests/tools_sandbox/test_load.py", "tests/tools_sandbox/test_attacks.py"),
     *("tests/weights/", "tests/actor/", "tests/evaluation/", "tests/rollout/"),
 )
+SHARED_ENGINES = {
+    "tests/weights/test_push_faults.py": "tests/weights/test_push.py",
+}
+"""Files whose engine is that of another file: one worker runs both, so that it starts once."""
 CAMPAIGNS = ("slow_campaign", "slurm_campaign")
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Give a worker whole test files, so that the fixtures of a module are built once."""
+    """Give a worker whole test files, so that the fixtures of a module are built once, and files of one engine."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return SHARED_ENGINES.get(file, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:

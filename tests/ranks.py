@@ -24,7 +24,10 @@ from arpo_megatron.utils.processes import STORE_FILE
 
 ANY_ORDER_VARIABLE = "ARPO_TESTS_ANY_ORDER"
 """Environment variable that `pytest --any-order` sets for its workers."""
-_PRELOADED = ("pytest", "tests.any_order", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip")
+_PRELOADED = (
+    *("pytest", "tests.any_order", "tests.actor.proof", "tests.actor.campaign", "tests.weights.roundtrip"),
+    "transformers.models.auto.configuration_auto",  # `ModelSpec.from_hf` imports it late, which takes seconds a rank
+)
 _context: Any = get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
 

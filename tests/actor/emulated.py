@@ -107,14 +107,14 @@ def _after_update(actor: Actor, packs: list[TreePack]) -> dict[str, Any]:
     return {"gradient norm": stats.grad_norm, **tensors}
 
 
-def overlapped() -> None:
-    """Assert that the overlap of the reduction changes no update of TE's grouped experts."""
+def overlapped(pairs: list[tuple[dict[str, Any], str]]) -> None:
+    """Assert that the overlap of the reduction changes no update of TE's grouped experts.
+
+    Args:
+        pairs: fields of `ParallelConfig` for two ranks, and a number format.
+    """
     spec = replace(SPECS["experts"], experts=MoESpec(4, 2, True, 0.001))  # all tokens of a layer fit on one rank
-    layouts = (
-        ParallelConfig(data=2, expert=2),
-        ParallelConfig(data=2, recompute="selective", recompute_modules=("layernorm", "moe_act")),
-    )
-    overlap.check([(job(layout, form), spec) for layout in layouts for form in ("bfloat16", "blockwise")])
+    overlap.check([(job(ParallelConfig(**fields), form), spec) for fields, form in pairs])
 
 
 def add_in_any_order(root: Path) -> None:

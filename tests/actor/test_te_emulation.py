@@ -105,6 +105,19 @@ def test_groups_of_several_packs_keep_all_gradients_in_a_pipeline(run: Ranks, ro
     check(root, *own[0])
 
 
+EXPERTS: dict[str, Any] = {"data": 2, "expert": 2}
+RECOMPUTED: dict[str, Any] = {"data": 2, "recompute": "selective", "recompute_modules": ("layernorm", "moe_act")}
+OVERLAPS = {
+    "few": [(EXPERTS, "bfloat16"), (RECOMPUTED, "blockwise")],  # a rank without packs has another order in the last
+    "others": [(EXPERTS, "blockwise"), (RECOMPUTED, "bfloat16")],
+}
+
+
+@pytest.mark.parametrize("pairs", ["few", pytest.param("others", marks=pytest.mark.slow_campaign)])
+def test_overlap_changes_no_update_of_grouped_experts(run: Ranks, pairs: str) -> None:
+    run("overlapped", OVERLAPS[pairs], ranks=2)
+
+
 def test_mixtures_agree_with_themselves_when_additions_come_in_any_order(run: Ranks, tmp_path: Path) -> None:
     """Unfused, the experts of a token are added by atomics on a GPU."""
     run("add_in_any_order", tmp_path, ranks=1)
