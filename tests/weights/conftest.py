@@ -7,13 +7,13 @@ import pytest
 
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from tests.models.tiny_models import make
-from tests.weights.pushes import SIZES, add_tokenizer
+from tests.weights.pushes import LAYERS, SIZES, add_tokenizer
 
 
 @pytest.fixture(scope="session")
 def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("engine") / "model"
-    make(directory, "qwen3-tied")
+    make(directory, "qwen3-tied", num_hidden_layers=LAYERS)
     add_tokenizer(directory)
     return directory
 

@@ -25,6 +25,8 @@ TIMEOUT_S = 60.0
 BUCKET_BYTES = 20_000
 TINY_BUCKET_BYTES = 3_000
 """All projections, and the embedding, come in blocks."""
+LAYERS = 4
+"""Enough for two stages of two chunks each."""
 SIZES = EngineConfig(tensor=2, max_running_requests=4, max_total_tokens=2048, memory_fraction=0.1)
 
 
@@ -131,7 +133,7 @@ def trainer(directory: Path, seed: int, dtype: Literal["float32", "bfloat16"] = 
     from arpo_megatron.actor.model import build_model
     from arpo_megatron.weights.load import load_hf
 
-    reference = make(directory / str(seed), "qwen3-tied", seed=seed)
+    reference = make(directory / str(seed), "qwen3-tied", seed=seed, num_hidden_layers=LAYERS)
     spec = ModelSpec.from_hf(directory / str(seed))
     model = build_model(spec, ParallelConfig(), dtype)
     load_hf([model], spec, directory / str(seed))

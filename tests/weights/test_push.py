@@ -25,7 +25,7 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.control import Control
 from arpo_megatron.weights.local import LocalShard
 from arpo_megatron.weights.sync import LONG_PROBE_TOKENS, PROBE_TOKENS, PushSettings, WeightSync
-from tests.models.tiny_models import make, reference_logprobs
+from tests.models.tiny_models import reference_logprobs
 from tests.ranks import RankFailedError, run_ranks
 from tests.weights.pushes import (
     BUCKET_BYTES,
@@ -33,7 +33,6 @@ from tests.weights.pushes import (
     TIMEOUT_S,
     TINY_BUCKET_BYTES,
     TOKENS,
-    add_tokenizer,
     begun,
     generate,
     post,
@@ -245,18 +244,13 @@ def test_four_trainer_ranks_push_into_two_engine_ranks(engine: EngineHandle, tmp
     assert np.abs(expected - engines.start_logprobs(TOKENS.tolist())()[0]).max() < 1e-4
 
 
-def test_interleaved_pipeline_pushes_each_layer_to_its_place(tmp_path: Path) -> None:
+def test_interleaved_pipeline_pushes_each_layer_to_its_place(engine: EngineHandle, tmp_path: Path) -> None:
     """Rank 0 has layers 0 and 2 of four, rank 1 layers 1 and 3. Every tensor is compared."""
-    served, trained = tmp_path / "served", tmp_path / "trained"
-    make(served, "qwen3-tied", num_hidden_layers=4)
-    add_tokenizer(served)
-    reference = make(trained, "qwen3-tied", seed=1, num_hidden_layers=4)
-    sizes = replace(SIZES, tensor=1)
-    with launch_engine(served, sizes, dtype="float32", seed=1, log_path=tmp_path / "log") as engine:
-        run_ranks(push_sharded, engine.url, trained, 1, "ipc", None, INTERLEAVED, ranks=2)
-        scored = EngineAdmin([engine.url], TIMEOUT_S).start_logprobs(TOKENS.tolist())()[0]
+    trained = trainer(tmp_path, 34)
+    run_ranks(push_sharded, engine.url, tmp_path / "34", 34, "ipc", None, INTERLEAVED, ranks=2)
+    scored = EngineAdmin([engine.url], TIMEOUT_S).start_logprobs(TOKENS.tolist())()[0]
     with torch.no_grad():
-        expected = reference_logprobs(reference, TOKENS).numpy()
+        expected = reference_logprobs(trained.reference, TOKENS).numpy()
     assert np.abs(expected - scored).max() < 1e-4
 
 
