@@ -25,6 +25,10 @@ FAILURES = ("http_500", "http_503", "reset", "cut", "garbage", "abort", "hang")
 not JSON; the engine aborts the request; no answer comes."""
 
 
+_LOGPROB, _ENTROPY = -1.2534027099609375, 1.5028748512268066
+"""Log-prob and entropy of each token in nats, with the digits that a client has to parse."""
+
+
 @dataclass(frozen=True, slots=True)
 class StubSettings:
     """Answers, sizes and failures of the stub engine."""
@@ -133,8 +137,8 @@ class StubEngine:
         meta = {
             "prompt_tokens": prompt,
             "cached_tokens": prompt - 1 if count else 0,
-            "output_token_logprobs": [[-1.25, 20, None]] * count,
-            META_KEY: [1.5] * count,
+            "output_token_logprobs": [[_LOGPROB, 20, None]] * count,
+            META_KEY: [_ENTROPY] * count,
             "finish_reason": {"type": "abort", "message": "on purpose"} if aborted else reason,
         }
         if aborted:
