@@ -20,6 +20,29 @@ _TARGET = re.compile(r"^(?P<module>[\w.]+):(?P<path>[\w.]+)$")
 _DEPTH = 6
 """Largest number of re-exports that are followed."""
 _HOOK = re.compile(r'"(sglang\.srt[\w.]+)\.(\w+\.\w+)"')
+METHODS = {
+    "megatron": (
+        "megatron.core.dist_checkpointing.strategies.torch:_replace_sharded_keys_with_state_dict_keys",
+        "megatron.core.dist_checkpointing.strategies.torch:_replace_state_dict_keys_with_sharded_keys",
+        "megatron.core.dist_checkpointing.strategies.torch:_restore_dict_types",
+        "megatron.core.dist_checkpointing.strategies.torch:_unwrap_pyt_sharded_tensor",
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_forward_pre_hook",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding._apply_scaling",
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
+        "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers",
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
+        "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_main_param_and_optimizer_states",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map",
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
+    )
+}
+"""Functions that are reached through an object or a module's alias: all that are not public, and methods that our code
+replaces or calls on objects of classes that are not public."""
 
 
 def uses(library: str) -> dict[tuple[str, str], set[str]]:
@@ -33,6 +56,12 @@ def uses(library: str) -> dict[tuple[str, str], set[str]]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == library:
                 for alias in node.names:
                     found[node.module or "", alias.name].add(where)
+        if any(name.startswith(f"{library}.") for name in imported(tree)):
+            reached = _reached(tree)
+            for target in METHODS.get(library, ()):
+                module, _, name = target.partition(":")
+                if name.rpartition(".")[2] in reached:
+                    found[module, name].add(where)
         strings = {
             target.id: node.value.value
             for node in tree.body
@@ -52,6 +81,22 @@ def uses(library: str) -> dict[tuple[str, str], set[str]]:
             for module, name in _HOOK.findall(text):
                 found[module, name].add(f"{where} (hooked)")
     return found
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the modules that a file imports."""
+    nodes = list(ast.walk(tree))
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module} | {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
+
+
+def _reached(tree: ast.AST) -> set[str]:
+    """Return the names of attributes of objects and of methods that classes define, and so may override."""
+    nodes = list(ast.walk(tree))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)} | {
+        node.name for node in nodes if isinstance(node, ast.FunctionDef)
+    }
 
 
 def _text(node: ast.AST, strings: dict[str, str]) -> str:
