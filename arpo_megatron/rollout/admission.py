@@ -280,6 +280,7 @@ class KvAdmission:
             above = None if asking.parent is None else tree.paths[asking.parent]
             if not asking.segments and above is not None and above.resident:
                 asking.cached = min(asking.start, above.cached)
+                asking.released = above.released  # then both may find nothing, for the same reason
             return True
         asking.resident = False
         self._update(tree)

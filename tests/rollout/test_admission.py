@@ -149,14 +149,22 @@ def test_youngest_paths_wait_again_if_the_pool_overflows() -> None:
     for tree in range(2):
         found.answered(0, tree, (0,), 700, 0)
     assert [found.ask(tree, (0,), 750) for tree in range(2)] == [False, True]
+    fork = (0, 0, 1)
+    found.add_path(1, fork, (0,), 750)
+    found.ask(1, fork, 750)
     assert granted(found) == [(0, (0,))]
     assert (found.figures().suspended, found.figures().resident) == (1, 1)
     found.answered(0, 0, (0,), 800, 699)
     found.end(0, (0,))
-    assert granted(found) == [(1, (0,))]
+    assert granted(found) == [(1, (0,)), (1, fork)]
     before = found.figures().margin
     assert found.answered(0, 1, (0,), 760, 0) == 699, "others took its room, and it was computed again"
-    assert (found.figures().recomputed, found.figures().margin) == (699, before), "the margin was not too large"
+    assert found.answered(0, 1, fork, 760, 0) == 699, "sent at the same time, so it found nothing either"
+    assert (found.figures().recomputed, found.figures().margin) == (2 * 699, before), "the margin was not too large"
+    found.ask(1, fork, 780)
+    assert granted(found) == [(1, fork)]
+    found.answered(0, 1, fork, 790, 0)
+    assert found.figures().margin < before, "nothing took its room since"
 
 
 def test_path_that_waits_longer_than_a_rebuild_of_the_pool_gives_its_room_away() -> None:
