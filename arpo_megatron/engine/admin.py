@@ -4,6 +4,7 @@
 """
 
 import json
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType, boxes_from_json
 from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart
-from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, bearer
+from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, PUSH_HEADER, bearer
 from arpo_megatron.errors import UserError
 
 WEIGHTS = "weights"
@@ -63,7 +64,7 @@ class EngineAdmin:
     def __init__(self, urls: Sequence[str], timeout_s: float, token: str | None = None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.timeout_s = timeout_s
-        self._headers = bearer(token)
+        self._headers = bearer(token)  # and the id of the last push that has begun
         # An engine gets one request at a time, but requests of a failed push may still wait for their deadlines.
         self._pool = ThreadPoolExecutor(3 * len(self.urls), thread_name_prefix="weight-push")
 
@@ -98,6 +99,7 @@ class EngineAdmin:
         Raises:
             WeightPushError: an engine does not answer, has lent its memory, or still generates at the deadline.
         """
+        self._headers[PUSH_HEADER] = secrets.token_hex(8)
         body = {"version": version, "timeout_s": self.engine_deadline_s}
         posts = self.post_all(BEGIN_PUSH_PATH, [(url, body) for url in self.urls])
         answers = [post.result() for post in posts]
@@ -153,31 +155,36 @@ class EngineAdmin:
 
         return wait
 
-    def checksums(self, types: Mapping[str, TensorType]) -> list[dict[str, list[ChecksummedPart]]]:
-        """Return, for each engine, the pieces of the tensors that its ranks hold, with their checksums.
-
-        Equal engines with equal weights give the same answer, which is one object then: a mixture has 10^5 pieces.
+    def start_checksums(self, types: Mapping[str, TensorType]) -> Callable[[], list[dict[str, list[ChecksummedPart]]]]:
+        """Ask every engine for the pieces of the tensors that its ranks hold, with their checksums.
 
         Args:
             types: the tensors by Hugging Face name.
 
-        Raises:
-            WeightPushError: an engine does not answer, or a rank refuses.
+        Returns:
+            A function that waits for the answers, or raises WeightPushError if an engine does not answer or a rank
+            refuses. Equal engines with equal weights give the same answer, which is one object then: a mixture has 10^5
+            pieces.
         """
         action = CHECKSUM_ACTION + json.dumps({name: kind.as_json() for name, kind in types.items()})
-        answers = self._check_weights([action] * len(self.urls))
-        found: list[dict[str, list[ChecksummedPart]]] = []
-        for engine in answers:
-            if found and engine == answers[0]:
-                found.append(found[0])
-                continue
-            found.append(
-                {
-                    name: [ChecksummedPart.from_json(part) for rank in engine for part in json.loads(rank[name])]
-                    for name in types
-                }
-            )
-        return found
+        wait_for_ranks = self._start_check([action] * len(self.urls))
+
+        def wait() -> list[dict[str, list[ChecksummedPart]]]:
+            answers = wait_for_ranks()
+            found: list[dict[str, list[ChecksummedPart]]] = []
+            for engine in answers:
+                if found and engine == answers[0]:
+                    found.append(found[0])
+                    continue
+                found.append(
+                    {
+                        name: [ChecksummedPart.from_json(part) for rank in engine for part in json.loads(rank[name])]
+                        for name in types
+                    }
+                )
+            return found
+
+        return wait
 
     def engine_shards(
         self, types: Mapping[str, TensorType], together: Sequence[Sequence[str]]
@@ -211,18 +218,27 @@ class EngineAdmin:
 
     def _ask_ranks(self, actions: Sequence[str]) -> list[list[Any]]:
         """Return the answers of each engine's ranks to its action. Raises WeightPushError: one refuses."""
-        return [[json.loads(rank["answer"]) for rank in engine] for engine in self._check_weights(actions)]
+        return [[json.loads(rank["answer"]) for rank in engine] for engine in self._start_check(actions)()]
 
-    def _check_weights(self, actions: Sequence[str]) -> list[list[Mapping[str, str]]]:
-        """Return what SGLang's weight checker answers in each engine's ranks. Raises WeightPushError: one refuses."""
+    def _start_check(self, actions: Sequence[str]) -> Callable[[], list[list[Mapping[str, str]]]]:
+        """Give each engine's weight checker its action.
+
+        Returns:
+            A function that waits for the answers of the ranks of each engine, or raises WeightPushError: one refuses.
+        """
         bodies = [(url, {"action": action}) for url, action in zip(self.urls, actions, strict=True)]
-        found = []
-        for url, post in zip(self.urls, self.post_all("weights_checker", bodies), strict=True):
-            found.append([rank["checksums"] for rank in post.result()["ranks"]])
-            for rank, answer in enumerate(found[-1]):
-                if "error" in answer:
-                    raise WeightPushError(f"{url}: rank {rank} refuses the push: {answer['error']}")
-        return found
+        posts = self.post_all("weights_checker", bodies)
+
+        def wait() -> list[list[Mapping[str, str]]]:
+            found = []
+            for url, post in zip(self.urls, posts, strict=True):
+                found.append([rank["checksums"] for rank in post.result()["ranks"]])
+                for rank, answer in enumerate(found[-1]):
+                    if "error" in answer:
+                        raise WeightPushError(f"{url}: rank {rank} refuses the push: {answer['error']}")
+            return found
+
+        return wait
 
     def _post(self, url: str, endpoint: str, body: Mapping[str, Any]) -> Any:
         where = f"{url}/{endpoint.removeprefix('/')}"

@@ -117,6 +117,26 @@ def owners(table: Sequence[Entry], trainers: Sequence[TrainerShard]) -> dict[str
     return found
 
 
+def checksum_ranks(held: Mapping[str, Mapping[Box, Sequence[int]]]) -> dict[str, dict[Box, int]]:
+    """Return, for each box, the rank that computes its checksum: of those that hold it, the one with the least to read.
+
+    A rule by index would not share the work: the tensors of a layer repeat with a period that the number of replicas
+    may divide.
+
+    Args:
+        held: result of `owners`.
+    """
+    read: dict[int, int] = defaultdict(int)
+    found: dict[str, dict[Box, int]] = {}
+    for name, boxes in held.items():
+        weights = BLOCK**2 if name.endswith(SCALES) else 1  # that are read for one element
+        found[name] = {}
+        for box, ranks in boxes.items():
+            rank = found[name][box] = min(ranks, key=lambda rank: (read[rank], rank))
+            read[rank] += size(box) * weights
+    return found
+
+
 def plan_rounds(
     held: Mapping[str, Mapping[Box, Sequence[int]]],
     trainers: Sequence[TrainerShard],

@@ -18,7 +18,7 @@ import gc
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import nn
 from arpo_megatron.config import JobConfig
 from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.wire.boxes import Box, EngineShard, size
-from arpo_megatron.engine.wire.checksums import difference
+from arpo_megatron.engine.wire.checksums import ChecksummedPart, difference
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.models.spec import ModelSpec
@@ -129,7 +129,7 @@ class WeightSync:
         self._table = reshard.pushed(spec, fp8=settings.fp8)
         self._local = LocalShard.of(chunks, self._table)
         self._trainers: list[TrainerShard] = []
-        self._owners: dict[str, dict[Box, list[int]]] = {}
+        self._checksum_ranks: dict[str, dict[Box, int]] = {}
         self._exchange: Exchange | None = None
         self._transport: Transport | None = None
         self._reached: tuple[EngineEndpoint, ...] = ()
@@ -217,7 +217,8 @@ class WeightSync:
         self._disconnect()
         control, local, settings = self._control, self._local, self._settings
         self._trainers = control.gather(local.shard)
-        self._owners = reshard.owners(self._table, self._trainers)
+        owners = reshard.owners(self._table, self._trainers)
+        self._checksum_ranks = reshard.checksum_ranks(owners)
         if settings.transport == "disk":
             if control.rank == 0:
                 self._note(f"weights travel by disk: sync.transport=disk, files in {settings.directory}")
@@ -238,7 +239,7 @@ class WeightSync:
             bucket_holders = carriers(self._trainers, held)
         try:
             rounds = reshard.plan_rounds(
-                self._owners, self._trainers, held, local.types, settings.bucket_bytes, bucket_holders
+                owners, self._trainers, held, local.types, settings.bucket_bytes, bucket_holders
             )
         except ValueError as error:
             raise WeightPushError(f"the engines' weights do not fit the trainer's: {error}") from error
@@ -264,16 +265,23 @@ class WeightSync:
     def _verify(self) -> tuple[str, ...]:
         """Compare checksums of all tensors between trainer and engines; return the names of the tensors."""
         types, rank = self._local.types, self._control.rank
+        answers = self._admin.start_checksums(types) if rank == 0 else None  # the engines compute them meanwhile
         own = [
-            self._local.checksum(name, lambda box, name=name: self._owners[name][box][0] == rank)  # type: ignore[misc]
+            self._local.checksum(name, lambda box, name=name: self._checksum_ranks[name][box] == rank)  # type: ignore[misc]
             for name in types
         ]
-        self._control.on_rank_zero(partial(self._compare, self._control.sums(own)))
+        expected = self._control.sums(own)
+
+        def compare() -> None:
+            assert answers is not None
+            self._compare(expected, answers())
+
+        self._control.on_rank_zero(compare)
         return tuple(types)
 
-    def _compare(self, expected: Sequence[int]) -> None:
+    def _compare(self, expected: Sequence[int], engines: Sequence[Mapping[str, Sequence[ChecksummedPart]]]) -> None:
         types, equal = self._local.types, None
-        for url, held in zip(self._admin.urls, self._admin.checksums(types), strict=True):
+        for url, held in zip(self._admin.urls, engines, strict=True):
             if held is equal:
                 continue
             for (name, kind), checksum in zip(types.items(), expected, strict=True):

@@ -71,7 +71,7 @@ MOMENTS: dict[str, tuple[str, int, tuple[Any, ...]]] = {
     "before the first round": ("_start", 1, (Network, Ipc)),
     "between rounds": ("_start", 3, (Network, Ipc)),
     "before the commit": ("commit_push", 1, (EngineAdmin,)),
-    "before checksums": ("checksums", 1, (EngineAdmin,)),
+    "before checksums": ("start_checksums", 1, (EngineAdmin,)),
 }
 """Moments of a push on rank 0: the method that begins there, which of its calls, and its classes."""
 

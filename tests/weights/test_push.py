@@ -84,7 +84,7 @@ def test_all_tensors_are_found_in_the_engine(engine: EngineHandle, tmp_path: Pat
         assert set(sync.push(7).verified) == set(dict(hf_tensors([trained.model], trained.spec)))
     tensors = dict(hf_tensors([trained.model], trained.spec))
     types = {name: TensorType(tuple(tensor.shape), "float32") for name, tensor in tensors.items()}
-    (held,) = EngineAdmin([engine.url], TIMEOUT_S).checksums(types)
+    (held,) = EngineAdmin([engine.url], TIMEOUT_S).start_checksums(types)()
     for name, tensor in tensors.items():
         bits = tensor.detach().numpy().view(np.int32).ravel().astype(object)
         place = np.arange(bits.size).astype(object)

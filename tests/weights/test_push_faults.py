@@ -88,16 +88,16 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     model.load_weights = lambda weights: model.weight.data.copy_(dict(weights)["head"])  # type: ignore[assignment]
     model.weight.data.copy_(sent)
     sync: Any = WeightSync.__new__(WeightSync)
-    sync._control, sync._owners = Control(None), {"head": {kind.whole: [0]}}
+    sync._control, sync._checksum_ranks = Control(None), {"head": {kind.whole: 0}}
     shard: Any = None
     sync._local = LocalShard(shard, {"head": kind}, {"head": {kind.whole: sent}}, torch.device("cpu"))
     expected: list[dict[str, int]] = []
 
-    def checksums(types: dict[str, TensorType]) -> list[Any]:
+    def start_checksums(types: dict[str, TensorType]) -> Callable[[], list[Any]]:
         expected.append({"head": sync._local.checksum("head", lambda _: True)})
-        return [held_pieces(model, types)]
+        return lambda: [held_pieces(model, types)]
 
-    sync._admin = SimpleNamespace(urls=["engine"], checksums=checksums)
+    sync._admin = SimpleNamespace(urls=["engine"], start_checksums=start_checksums)
     assert sync._verify() == ("head",)
     for row in range(0, 2600, 199):
         model.weight.data.copy_(sent)
@@ -107,6 +107,20 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     bits = sent.numpy().view(np.int32).ravel().astype(np.int64).astype(np.uint64)
     place = np.arange(bits.size, dtype=np.uint64)
     assert expected[0] == {"head": int((bits * (2 * place + 1)).sum())}, "other code gets the same sum modulo 2^64"
+
+
+def test_engines_compute_checksums_while_the_trainer_does() -> None:
+    """No engine runs: the order of rank 0's work is recorded."""
+    order: list[str] = []
+    sync: Any = WeightSync.__new__(WeightSync)
+    sync._control, kind = Control(None), TensorType((1, 1), "float32")
+    sync._checksum_ranks = {"head": {kind.whole: 0}}
+    checksum = lambda *_: order.append("trainer") or 0  # noqa: E731
+    sync._local = SimpleNamespace(types={"head": kind}, checksum=checksum)
+    wait = lambda: order.append("wait") or []  # noqa: E731
+    sync._admin = SimpleNamespace(urls=[], start_checksums=lambda _: order.append("engines") or wait)
+    sync._verify()
+    assert order == ["engines", "trainer", "wait"]
 
 
 @pytest.mark.parametrize("wrong", [None, 1, 2])
@@ -121,7 +135,7 @@ def test_checksums_of_many_engines_are_compared_once_if_they_are_equal(
     if wrong is not None:
         answers[wrong] = [{"head": json.dumps([replace(part, checksum=part.checksum ^ 1).as_json()])}]
     admin = EngineAdmin([f"http://engine{index}" for index in range(3)], TIMEOUT_S)
-    monkeypatch.setattr(admin, "_check_weights", lambda _: answers)
+    monkeypatch.setattr(admin, "_start_check", lambda _: lambda: answers)
     compared: list[int] = []
     monkeypatch.setattr(push, "difference", lambda *given: compared.append(1) or difference(*given))
     sync: Any = WeightSync.__new__(WeightSync)
@@ -129,11 +143,11 @@ def test_checksums_of_many_engines_are_compared_once_if_they_are_equal(
     sync._local = LocalShard(shard, {"head": kind}, {}, torch.device("cpu"))
     sync._admin = admin
     if wrong is None:
-        sync._compare([part.checksum])
+        sync._compare([part.checksum], admin.start_checksums(sync._local.types)())
         assert len(compared) == 1
         return
     with pytest.raises(WeightPushError, match=f"http://engine{wrong}: head is not what the trainer sent"):
-        sync._compare([part.checksum])
+        sync._compare([part.checksum], admin.start_checksums(sync._local.types)())
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ to SGLang's server:
 
 `begin_push` answers when no generation is running; the caller may abort them. Between the two, and only there, SGLang's
 own endpoints take weights: otherwise a server that was restarted during a push would mix the rest of the push with the
-weights it was started with. `commit_push` gives the number of such calls in the push. Unless the same number, at least
-one, has succeeded here, the gate stays closed. The commit empties the caches, whose keys and values come from the old
-weights, and sets the version that answers report. With `ARPO_KEEP_KV` only the first commit of a process empties them:
+weights it was started with. Each request of a push has the push's id in a header. Weights and commits with another id
+than that of the newest `begin_push` are refused, because two trainers may push to one engine, even the same version.
+`commit_push` gives the number of calls with weights in the push. Unless the same number, at least one, has succeeded
+here, the gate stays closed. The commit empties the caches, whose keys and values come from the old weights, and sets
+the version that answers report. With `ARPO_KEEP_KV` only the first commit of a process empties them:
 a restarted engine may have been asked before anyone saw that its weights are old. /flush_cache then only answers
 whether a generation is running.
 
@@ -51,6 +53,7 @@ from arpo_megatron.engine.wire.endpoints import (
     HEALTH_PATH,
     INCARNATION_HEADER,
     KEEP_KV_VARIABLE,
+    PUSH_HEADER,
 )
 
 Scope = MutableMapping[str, Any]
@@ -85,6 +88,8 @@ class _Push:
 
     version: int
     """Version of its weights."""
+    id: bytes
+    """Drawn by its trainer; empty if it gives none."""
     loads: int = 0
     """Number of successful requests that brought weights."""
 
@@ -120,9 +125,9 @@ class PushGate:
         elif path == HEALTH_PATH or (path == "/health" and self._closed):
             await self._answer(send, *await self._health())
         elif path == BEGIN_PUSH_PATH:
-            await self._answer(send, *await self._begin(**await _json(receive)))
+            await self._answer(send, *await self._begin(_push_id(scope), **await _json(receive)))
         elif path == COMMIT_PUSH_PATH:
-            await self._answer(send, *await self._commit(**await _json(receive)))
+            await self._answer(send, *await self._commit(_push_id(scope), **await _json(receive)))
         elif path in _LOADING:
             await self._load(scope, receive, send)
         elif path == _RELEASE:
@@ -144,6 +149,9 @@ class PushGate:
         push = self._push
         if push is None:
             await self._answer(send, 409, {"error": "weights have arrived, but no push has begun"})
+            return
+        if push.id != _push_id(scope):
+            await self._answer(send, 409, {"error": "weights have arrived, but another push has begun meanwhile"})
             return
 
         def loaded() -> None:
@@ -192,10 +200,10 @@ class PushGate:
             return 503, {"error": f"no answer from scheduler and detokenizer for {_HEALTH_TIMEOUT_S:g} s"}
         return 200, {}
 
-    async def _begin(self, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    async def _begin(self, push_id: bytes, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         if _WEIGHTS in self._lent:
             return 409, {"error": f"weights of version {version} cannot be stored: {self._closed}"}
-        previous, push = (self._closed, self._push), _Push(version)
+        previous, push = (self._closed, self._push), _Push(version, push_id)
         self._closed, self._push = f"weights of version {version} are arriving", push
         if not await self._drained(timeout_s):
             if self._push is push:  # no other push has begun meanwhile, and no weights have arrived
@@ -207,11 +215,15 @@ class PushGate:
             self._frozen = True
         return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
 
-    async def _commit(self, version: int, loads: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    async def _commit(
+        self, push_id: bytes, version: int, loads: int, timeout_s: float
+    ) -> tuple[int, dict[str, Any]]:
         push = self._push
         if push is None or push.version != version:
             arriving = "no push has begun" if push is None else f"weights of version {push.version} are arriving"
             return 409, {"error": f"{arriving}, not {version}"}
+        if push.id != push_id:
+            return 409, {"error": f"another push of version {version} has begun meanwhile"}
         if loads != push.loads or not loads:
             return 409, {"error": f"{push.loads} of the {loads} parts of version {version} have arrived"}
         if self._lent:
@@ -337,6 +349,11 @@ def _set_version(manager: Any, version: int) -> None:
 async def _send_pickled(socket: Any, message: Any) -> None:
     """Send as sglang 0.5.12 does; later versions have `async_sock_send`."""
     await socket.send_pyobj(message)
+
+
+def _push_id(scope: Scope) -> bytes:
+    """Return the id of the push that a request belongs to; empty if it names none."""
+    return next((value for name, value in scope["headers"] if name == PUSH_HEADER.lower().encode()), b"")
 
 
 def _on_success(send: Send, done: Callable[[], None]) -> Send:

@@ -19,6 +19,9 @@ HEALTH_PATH = "/health/arpo"
 
 BEGIN_PUSH_PATH = "/arpo/begin_push"
 COMMIT_PUSH_PATH = "/arpo/commit_push"
+PUSH_HEADER = "X-Arpo-Push"
+"""Header of the requests of a push: an id that its trainer draws. An engine takes weights and commits only from the
+push that has begun last, also if two trainers push the same version."""
 
 
 INCARNATION_HEADER = "X-Arpo-Incarnation"
