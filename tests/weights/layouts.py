@@ -13,8 +13,8 @@ from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.reshard import TrainerShard, pushed
 
 
-def random_spec(draw: st.DrawFn) -> ModelSpec:
-    """A small model of any family, with sizes that the layouts below can divide."""
+def random_spec(draw: st.DrawFn, *, fp8: bool = False) -> ModelSpec:
+    """A small model of any family, with sizes that the layouts below can divide: in FP8 into whole blocks."""
     name = draw(st.sampled_from(["Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-7B-Instruct"]))
     kv_heads = draw(st.sampled_from([4, 8]))
     known = KNOWN_MODELS[name]
@@ -23,11 +23,11 @@ def random_spec(draw: st.DrawFn) -> ModelSpec:
     )
     changed = {
         "layers": draw(st.sampled_from([4, 8])),
-        "hidden": draw(st.sampled_from([16, 24])),
+        "hidden": draw(st.sampled_from([256, 384] if fp8 else [16, 24])),
         "heads": kv_heads * draw(st.sampled_from([1, 2, 3])),
         "kv_heads": kv_heads,
-        "head_dim": draw(st.sampled_from([2, 4])),
-        "ffn": draw(st.sampled_from([16, 40])),
+        "head_dim": 128 if fp8 else draw(st.sampled_from([2, 4])),
+        "ffn": draw(st.sampled_from([1024, 2048] if fp8 else [16, 40])),
         "vocabulary": draw(st.sampled_from([64, 136])),
         "tied": draw(st.booleans()),
         "experts": experts,
@@ -35,13 +35,13 @@ def random_spec(draw: st.DrawFn) -> ModelSpec:
     return ModelSpec(**{each: getattr(known, each) for each in known.__slots__} | changed)
 
 
-def trainer_shards(draw: st.DrawFn, spec: ModelSpec) -> list[TrainerShard]:
+def trainer_shards(draw: st.DrawFn, spec: ModelSpec, *, fp8: bool = False) -> list[TrainerShard]:
     """All ranks of a random layout; see `trainer_ranks`."""
     tensor, data, pipeline, virtual = (draw(st.sampled_from(each)) for each in ([1, 2, 4], [1, 2], [1, 2], [1, 2]))
     virtual = virtual if pipeline > 1 else 1
     expert = draw(st.sampled_from([each for each in (1, 2, 4) if (tensor * data) % each == 0])) if spec.experts else 1
     layout = ParallelConfig(tensor=tensor, data=data, pipeline=pipeline, virtual_pipeline=virtual, expert=expert)
-    return trainer_ranks(spec, pushed(spec), layout, gpus_per_node=4)
+    return trainer_ranks(spec, pushed(spec, fp8=fp8), layout, gpus_per_node=4)
 
 
 def trainer_ranks(
@@ -79,14 +79,15 @@ def trainer_ranks(
     return shards
 
 
-def engine_shards(draw: st.DrawFn, spec: ModelSpec) -> list[EngineShard]:
+def engine_shards(draw: st.DrawFn, spec: ModelSpec, *, fp8: bool = False) -> list[EngineShard]:
     """The ranks of engines of a random layout; see `engine_boxes`."""
     tensor, replicas = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2]))
     if spec.heads % tensor:
         tensor = 1
     whole_experts = spec.experts is not None and tensor <= spec.experts.count and draw(st.booleans())
     near = draw(st.booleans())
-    boxes = [engine_boxes(spec, pushed(spec), rank, tensor, whole_experts=whole_experts) for rank in range(tensor)]
+    table = pushed(spec, fp8=fp8)
+    boxes = [engine_boxes(spec, table, rank, tensor, whole_experts=whole_experts) for rank in range(tensor)]
     return [
         EngineShard("gpu0" if near else f"other{number}", "node0" if near else "far", boxes[number % tensor])
         for number in range(replicas * tensor)
@@ -126,7 +127,7 @@ def _engine_box(spec: ModelSpec, name: str, shape: tuple[int, ...], rank: int, r
         rows = shape[0] // spec.kv_heads
         held, first = max(1, spec.kv_heads // ranks) * rows, rank * spec.kv_heads // ranks * rows
         return ((first, first + held), *whole[1:])
-    dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    dim = 1 if any(part in name for part in ("o_proj.weight", "down_proj.weight")) else 0  # also of their scales
     padded = -(-shape[dim] // 64) * 64 if "embed" in name or "lm_head" in name else shape[dim]
     step = -(-padded // ranks)
     first, last = min(shape[dim], rank * step), min(shape[dim], (rank + 1) * step)

@@ -17,6 +17,7 @@ from arpo_megatron.weights.reshard import (
     Round,
     TrainerShard,
     boxes_in,
+    checksum_ranks,
     owners,
     plan_rounds,
     pushed,
@@ -26,45 +27,61 @@ from arpo_megatron.weights.sync import carriers, choose_transport
 from tests.weights.layouts import engine_boxes, engine_shards, random_spec, trainer_ranks, trainer_shards
 
 DTYPE = torch.bfloat16
-Case = tuple[ModelSpec, list[TrainerShard], list[EngineShard], int, bool]
+Case = tuple[ModelSpec, list[TrainerShard], list[EngineShard], int, bool, bool]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A model, both sides' shards, the bytes of a bucket, and whether trainer ranks carry for engines."""
-    spec = random_spec(draw)
-    trainers = trainer_shards(draw, spec)
-    engines = engine_shards(draw, spec)
-    return spec, trainers, engines, draw(st.sampled_from([256, 1000, 5000, 2**20])), draw(st.booleans())
+    """A model, both sides' shards, the bytes of a bucket, whether trainer ranks carry for engines, and whether the
+    engines hold their products in FP8."""
+    fp8 = draw(st.booleans())
+    spec = random_spec(draw, fp8=fp8)
+    trainers = trainer_shards(draw, spec, fp8=fp8)
+    engines = engine_shards(draw, spec, fp8=fp8)
+    bucket = draw(st.sampled_from([2**15, 50_000, 200_000, 2**20] if fp8 else [256, 1000, 5000, 2**20]))
+    return spec, trainers, engines, bucket, draw(st.booleans()), fp8
 
 
 def planned(
-    spec: ModelSpec, trainers: list[TrainerShard], engines: list[EngineShard], bucket: int, bucket_holders: list[int]
+    spec: ModelSpec,
+    trainers: list[TrainerShard],
+    engines: list[EngineShard],
+    bucket: int,
+    bucket_holders: list[int],
+    *,
+    fp8: bool = False,
 ) -> list[Round]:
-    types = tensor_types(pushed(spec), DTYPE)
-    return plan_rounds(owners(pushed(spec), trainers), trainers, engines, types, bucket, bucket_holders)
+    table = pushed(spec, fp8=fp8)
+    types = tensor_types(table, DTYPE)
+    return plan_rounds(owners(table, trainers), trainers, engines, types, bucket, bucket_holders)
 
 
 @given(cases())
 def test_every_engine_element_comes_once_from_a_rank_that_has_it(
     case: Case,
 ) -> None:
-    spec, trainers, engines, bucket, carried = case
+    spec, trainers, engines, bucket, carried, fp8 = case
     near = [shard for shard in engines if any(shard.device == each.device for each in trainers)]
     carried = carried and len(near) == len(engines)
     bucket_holders = carriers(trainers, engines) if carried else [len(trainers) + rank for rank in range(len(engines))]
-    rounds = planned(spec, trainers, engines, bucket, bucket_holders)
-    held = owners(pushed(spec), trainers)
+    rounds = planned(spec, trainers, engines, bucket, bucket_holders, fp8=fp8)
+    table = pushed(spec, fp8=fp8)
+    held, types = owners(table, trainers), tensor_types(table, DTYPE)
+    in_blocks = {name for name, kind in types.items() if kind.dtype == "float8_e4m3fn"}
+    assert bool(in_blocks) == fp8
     arriving: dict[tuple[int, str, int], list[Box]] = defaultdict(list)
     received: Counter[int] = Counter()
-    widest = max(prod(kind.shape[1:]) * 2 for kind in tensor_types(pushed(spec), DTYPE).values())
+    item = {name: kind.torch_dtype.itemsize for name, kind in types.items()}
+    rows = {name: 128 if name in in_blocks else 1 for name in types}
+    widest = max(rows[name] * prod(kind.shape[1:]) * item[name] for name, kind in types.items())
     for turn in rounds:
         handled: Counter[int] = Counter()
         for message in (message for send in turn for message in send.messages()):
             for process in {message.sender, bucket_holders[message.receiver]}:
                 handled[process] += message.bytes
             for piece in message.pieces:
-                assert piece.bytes == 2 * size(piece.box)
+                assert piece.bytes == item[piece.name] * size(piece.box)
+                assert not any(place % 128 for place in piece.box[0] if piece.name in in_blocks), "a block is cut"
                 received[message.receiver] += piece.bytes
                 arriving[message.receiver, piece.name, piece.at].append(piece.box)
                 assert any(
@@ -79,7 +96,8 @@ def test_every_engine_element_comes_once_from_a_rank_that_has_it(
             assert sum(map(size, parts)) == size(box)
             assert all(intersect(part, box) == part for part in parts)
             assert not any(intersect(one, other) for i, one in enumerate(parts) for other in parts[:i])
-        assert received[receiver] == sum(2 * size(box) for box in boxes.values()), "its own shard and nothing else"
+        own = sum(item[name] * size(box) for (name, _), box in boxes.items())
+        assert received[receiver] == own, "its own shard and nothing else"
     assert not arriving
 
 
@@ -101,6 +119,25 @@ def test_replicas_share_the_sending(data: int, replicas: int, tensor: int) -> No
     largest = max(2 * prod(kind.shape) for kind in tensor_types(pushed(small), DTYPE).values())
     assert max(sent.values()) - min(sent.values()) <= largest
     assert sum(sent.values()) == len(engines) * hf_bytes(small, 2)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_replicas_share_the_checksums(fp8: bool) -> None:
+    """The 14B model on 4 nodes: every rank reads its share of the weights, and each box is read once."""
+    job = resolve("deepsearch_14b+4nodes")
+    spec = load_spec(job.model)
+    table = pushed(spec, fp8=fp8)
+    trainers = trainer_ranks(spec, table, job.parallel, gpus_per_node=8)
+    held, read = owners(table, trainers), Counter(dict.fromkeys(range(len(trainers)), 0))
+    assert len(trainers) == 32
+    for name, boxes in checksum_ranks(held).items():
+        assert boxes.keys() == held[name].keys()
+        for box, rank in boxes.items():
+            assert rank in held[name][box]
+            read[rank] += size(box) * (128**2 if name.endswith("_scale_inv") else 1)
+    largest = max(size(box) for boxes in held.values() for box in boxes)
+    assert max(read.values()) - min(read.values()) <= largest
+    assert max(read.values()) < 1.1 * sum(read.values()) / len(trainers)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +169,12 @@ def test_plan_of_a_large_mixture_is_small(recipe: str, pieces: int, planned: int
 def test_boxes_of_all_trainer_ranks_cover_the_model(
     case: Case,
 ) -> None:
-    spec, trainers, *_ = case
-    for name, boxes in owners(pushed(spec), trainers).items():
-        assert sum(map(size, boxes)) == prod(tensor_types(pushed(spec), DTYPE)[name].shape)
-    assert {name for entry in pushed(spec) for name, _ in boxes_in(entry, (0, 1))} == set(
-        tensor_types(pushed(spec), DTYPE)
-    )
+    spec, trainers, *_, fp8 = case
+    table = pushed(spec, fp8=fp8)
+    types = tensor_types(table, DTYPE)
+    for name, boxes in owners(table, trainers).items():
+        assert sum(map(size, boxes)) == prod(types[name].shape)
+    assert {name for entry in table for name, _ in boxes_in(entry, (0, 1))} == set(types)
 
 
 def test_nearest_rank_sends() -> None:
