@@ -109,7 +109,9 @@ class BareExchange:
         for peer in self._peers.values():
             peer.wait_until_read()
         bare.meet(self._group, more=True)
-        return perf_counter() - started
+        elapsed = perf_counter() - started
+        bare.meet(self._group, more=True)  # the receivers check what has arrived, which must not slow down a push
+        return elapsed
 
     def close(self) -> None:
         """End the receivers. Raises RuntimeError: one of them has not received everything."""
@@ -178,14 +180,17 @@ def _receive(plan: _Plan, receiver: int, port: int, carrier_port: int | None, ke
     group = bare.join(port, plan.trainers + receiver, plan.processes)
     size = sum(count for turn in plan.rounds for _, to, count in turn if to == receiver)
     target = torch.zeros(size, dtype=torch.uint8)
-    connection = None if carrier_port is None else connect(carrier_port, key)
+    connection, whole = None if carrier_port is None else connect(carrier_port, key), True
     while bare.meet(group, more=True):
         if connection is None:
             _from_group(plan, receiver, group, target)
         else:
             _from_memory(plan, receiver, connection, target)
         bare.meet(group, more=True)
-    if not target.all():
+        whole &= bool(target.all())
+        target.zero_()
+        bare.meet(group, more=True)
+    if not whole:
         sys.exit(1)
 
 

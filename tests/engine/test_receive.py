@@ -166,6 +166,29 @@ def test_pieces_equal_loading_the_whole_tensor() -> None:
     assert loaded == [["transposed"]]
 
 
+def test_scales_that_a_loader_renames_and_computes_with_are_stored() -> None:
+    """SGLang's Llama looks for scales without "_inv" in their names. Asking and storing both find them."""
+
+    class Renaming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 4, bias=False)
+            self.proj.weight_scale_inv = nn.Parameter(torch.zeros(4, 4))
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            parameters = dict(self.named_parameters())
+            for name, tensor in weights:
+                parameters[name.removesuffix("_inv")].data.copy_(tensor.t())
+
+    model, name = Renaming(), "proj.weight_scale_inv"
+    parameters = EngineParameters(model, shapes(name), [[name]])
+    sent = torch.randn(SIZE)
+    parameters.begin()
+    parameters.store([BoxPart(name, 0, ((0, 4), (0, 4)), 64)], [sent])
+    parameters.end()
+    assert torch.equal(model.proj.weight_scale_inv, sent.t())
+
+
 def test_plan_must_bring_everything_once() -> None:
     types = shapes("gate", "columns")
     parameters = EngineParameters(Loader(), types, [["gate"], ["columns"]])

@@ -215,9 +215,7 @@ class PushGate:
             self._frozen = True
         return 200, {"ranks": _manager().server_args.tp_size, "incarnation": self._incarnation}
 
-    async def _commit(
-        self, push_id: bytes, version: int, loads: int, timeout_s: float
-    ) -> tuple[int, dict[str, Any]]:
+    async def _commit(self, push_id: bytes, version: int, loads: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         push = self._push
         if push is None or push.version != version:
             arriving = "no push has begun" if push is None else f"weights of version {push.version} are arriving"

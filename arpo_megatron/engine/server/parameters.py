@@ -172,7 +172,8 @@ class EngineParameters:
                 self._missing[piece.name] -= size(piece.box)
                 names = self._computed[piece.name]
                 if not any(self._missing[name] for name in names):
-                    self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
+                    with _scales_under_both_names(self._model):
+                        self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
 
     def end(self) -> None:
         """End a push. Raises ValueError: a tensor that the loader computes with has not arrived whole."""
