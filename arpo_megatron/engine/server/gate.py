@@ -217,11 +217,10 @@ class PushGate:
 
     async def _commit(self, push_id: bytes, version: int, loads: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         push = self._push
-        if push is None or push.version != version:
+        if push is None or (push.version, push.id) != (version, push_id):
             arriving = "no push has begun" if push is None else f"weights of version {push.version} are arriving"
-            return 409, {"error": f"{arriving}, not {version}"}
-        if push.id != push_id:
-            return 409, {"error": f"another push of version {version} has begun meanwhile"}
+            other = push is not None and push.id != push_id
+            return 409, {"error": f"{arriving}, {'from another push' if other else f'not {version}'}"}
         if loads != push.loads or not loads:
             return 409, {"error": f"{push.loads} of the {loads} parts of version {version} have arrived"}
         if self._lent:
