@@ -8,7 +8,7 @@ with experts on several ranks, all activations of a group are alive at once. A l
 into several groups, each of which computes the ancestors of its first token again, without loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
@@ -136,27 +136,54 @@ def pack_batch(
     In a pipeline a group is one micro-batch: large groups repeat no ancestors, small ones make a smaller bubble. The
     cost model chooses the size.
     """
-    parallel, budget, cost = config.parallel, config.train.token_budget, CostModel.of(spec)
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
-    longest = max((len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()), default=0)
-    fastest: tuple[float, list[TreePack]] | None = None
-    for limit in group_limits(config, longest):
-        packs = pack_trees(
+    parallel, cost = config.parallel, CostModel.of(spec)
+
+    def pack(limit: int | None) -> list[TreePack]:
+        return pack_trees(
             trees,
             credits,
-            token_budget=budget,
+            token_budget=config.train.token_budget,
             ranks=parallel.data,
             group_tokens=limit,
             lockstep=parallel.expert > 1,
             cost=cost,
         )
-        found = pipeline_cost(packs, parallel.data, stages, chunks, cost)
+
+    limits = group_limits(config, longest_path(trees))
+    _, packs = fastest_groups(pack, limits, parallel.data, parallel.pipeline, parallel.virtual_pipeline, cost)
+    return packs
+
+
+def fastest_groups(
+    pack: Callable[[int | None], list[TreePack]],
+    limits: Sequence[int | None],
+    ranks: int,
+    stages: int,
+    chunks: int,
+    cost: CostModel,
+) -> tuple[int | None, list[TreePack]]:
+    """Return the size of groups with the smallest `pipeline_cost`, and its packs.
+
+    Args:
+        pack: returns the packs of all ranks for a size of groups.
+        limits: sizes to choose from, ascending (`group_limits`).
+        ranks: as in `pipeline_cost`, like the other arguments.
+    """
+    fastest: tuple[float, int | None, list[TreePack]] | None = None
+    for limit in limits:
+        packs = pack(limit)
+        found = pipeline_cost(packs, ranks, stages, chunks, cost)
         if fastest is None or found < fastest[0]:
-            fastest = found, packs
-        if not any(pack.repeated for pack in packs):
+            fastest = found, limit, packs
+        if not any(one.repeated for one in packs):
             break  # larger limits give the same groups
     assert fastest is not None
-    return fastest[1]
+    return fastest[1:]
+
+
+def longest_path(trees: Sequence[RolloutTree]) -> int:
+    """Return the number of tokens of the longest path of any tree."""
+    return max((len(tree.path_tokens(leaf)) for tree in trees for leaf in tree.leaves()), default=0)
 
 
 def group_limits(config: JobConfig, longest: int) -> list[int | None]:

@@ -14,7 +14,7 @@ from arpo_megatron.plan.node_layout import NodeLayout, lay_out_nodes, with_place
 from arpo_megatron.plan.parameters import active_parameters, stage_parameters, whole_model
 from arpo_megatron.plan.passes import Parts
 from arpo_megatron.plan.slowest_rank import slowest_rank
-from arpo_megatron.plan.workload import Workload, largest, typical
+from arpo_megatron.plan.workload import Workload, largest, trees_of_update, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +198,12 @@ def plan(
         seconds=timing.step_seconds(config, phases),
         decode_batch=0.0 if alone else timing.decoding(config, spec, hardware, work, needs.kv_tokens).batch,
         tokens=trees * work.unique,
-        repeated=1 - work.unique / work.packing(config).computed,
+        repeated=1 - work.unique / work.packing(config, spec).computed,
         steps=config.sft.steps if alone else config.train.steps,
         start_seconds=timing.start_seconds(spec, hardware, count, memory.value_bytes(config)),
         imbalance=slowest_rank(config, spec, work, per_update) * config.parallel.data / per_update - 1,
         unfit=unfit or find_shortage(config, needs, hardware),
     )
-
-
-def trees_of_update(config: JobConfig) -> int:
-    """Return the number of trees (of conversations, for a cold start) of one update."""
-    return config.sft.batch if config.sft_only else config.train.tasks_per_step // config.algorithm.minibatches
 
 
 def find_conflict(config: JobConfig, spec: ModelSpec, hardware: Hardware) -> Unfit | None:

@@ -13,7 +13,7 @@ from arpo_megatron.hardware.specs import GIB, Hardware
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.plan.activations import Tokens, Widths, layer_bytes, pass_bytes, without_recompute
 from arpo_megatron.plan.parameters import Parameters, optimizer_parameters, stage_parameters, whole_model
-from arpo_megatron.plan.workload import Workload
+from arpo_megatron.plan.workload import Workload, trees_of_update
 
 LOGITS = 1 << 28
 """Logits of one chunk on one rank: CUDA_CHUNK_ELEMENTS of actor/logprobs.py (a test compares them)."""
@@ -183,12 +183,8 @@ def pack_parts(config: JobConfig, spec: ModelSpec, tokens: Tokens, targets: floa
 def _tokens(config: JobConfig, largest: Workload, stage: int) -> tuple[float, float, float]:
     """Return for one rank: tokens with live activations, tokens of a pack, and keys that a pack attends to."""
     parallel, budget = config.parallel, config.train.token_budget
-    packing = largest.packing(config)
-    trees = -(-config.train.tasks_per_step // config.algorithm.minibatches)
-    if config.sft_only:
-        trees = config.sft.batch
-    pack = float(min(budget, largest.bound * trees))
-    keys = max(pack, packing.longest)
+    pack = float(min(budget, largest.bound * trees_of_update(config)))
+    keys = max(pack, largest.most_keys(config))
     # All packs of a tree, or of a part of it that holds the longest path.
     limit = math.inf if parallel.nested_packs else config.train.group_tokens or math.inf
     group = max(pack, min(float(largest.bound), max(limit, config.model.max_length)))

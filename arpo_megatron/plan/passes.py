@@ -62,7 +62,7 @@ def pass_seconds(
         updates: updates of a step.
         backward: count forward and backward passes of updates, not the forward pass of old log-probs.
     """
-    parallel, packing = config.parallel, work.packing(config)
+    parallel, packing = config.parallel, work.packing(config, spec)
     own = slowest_rank(config, spec, work, -(-trees // updates))
     layers = {
         **_layer_products(config, spec, hardware, packing, backward=backward),

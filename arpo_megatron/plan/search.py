@@ -24,11 +24,11 @@ from arpo_megatron.plan.fit import (
     conflict,
     find_conflict,
     plan,
-    trees_of_update,
 )
 from arpo_megatron.plan.memory import colocated, job_memory
 from arpo_megatron.plan.recompute import recomputations
 from arpo_megatron.plan.timing import push_seconds
+from arpo_megatron.plan.workload import trees_of_update
 from tools_sandbox.utils.faults import fault_text
 
 FRACTIONS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3)

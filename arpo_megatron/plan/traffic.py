@@ -7,11 +7,10 @@ from arpo_megatron.config import JobConfig
 from arpo_megatron.hardware.specs import Hardware
 from arpo_megatron.models.known import load_spec
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.plan.fit import trees_of_update
 from arpo_megatron.plan.memory import checkpoint_bytes
 from arpo_megatron.plan.passes import all_reduces, layer_traffic
 from arpo_megatron.plan.timing import file_push_traffic, push_is_near, push_traffic, reduction_traffic
-from arpo_megatron.plan.workload import typical
+from arpo_megatron.plan.workload import trees_of_update, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ def step_traffic(config: JobConfig, hardware: Hardware) -> list[Traffic]:
     spec, parallel, work = load_spec(config.model), config.parallel, typical(config)
     updates = config.algorithm.minibatches
     own = math.ceil(trees_of_update(config) / parallel.data)
-    tokens = updates * own * work.packing(config).computed
+    tokens = updates * own * work.packing(config, spec).computed
     passes = 3 + parallel.recomputed_share(spec.layers)  # old log-probs, then the update
     layers = spec.layers / parallel.pipeline
     found = []

@@ -6,13 +6,24 @@ trajectories of half the maximal length, and `largest` for memory, with all traj
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle, islice
 from statistics import mean
 
 from arpo_megatron.algorithms.branching import initial_trajectories
 from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.config import JobConfig
 from arpo_megatron.jobs.tool_file import searches_per_s
-from arpo_megatron.packing.packs import TreePack, pack_trees, rank_groups, report_packs
+from arpo_megatron.models.spec import ModelSpec
+from arpo_megatron.packing.balance import CostModel
+from arpo_megatron.packing.packs import (
+    TreePack,
+    fastest_groups,
+    group_limits,
+    longest_path,
+    pack_trees,
+    rank_groups,
+    report_packs,
+)
 from arpo_megatron.plan.synthetic_trees import Mix
 from arpo_megatron.tasks.protocols.tools import tool_names
 from arpo_megatron.tree import Role, RolloutTree
@@ -31,7 +42,7 @@ FORK_PROBABILITY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Packs of a tree. Values are means in tokens, except `longest`."""
+    """Packs of a tree. Values are means in tokens."""
 
     computed: float
     """Tokens that the trainer computes, including repeated ancestors."""
@@ -39,8 +50,6 @@ class Packing:
     """Unmasked query-key pairs."""
     targets: float
     """Predicted tokens."""
-    longest: int
-    """Largest number of keys of a pack, including inherited ones."""
     packs: float
     """Packs. A tree within the budget is a part of one."""
     groups: float
@@ -73,10 +82,27 @@ class Workload:
     bound: int
     """Tokens of the largest possible tree."""
 
-    def packing(self, config: JobConfig) -> Packing:
-        """Pack the tree as the trainer does with this job's budget and largest groups."""
+    def packing(self, config: JobConfig, spec: ModelSpec) -> Packing:
+        """Pack the tree as the trainer does in an update: of a pipeline's sizes of groups it takes the fastest."""
+        limits = tuple(group_limits(config, longest_path(self.trees)))
+        parallel, budget = config.parallel, config.train.token_budget
+        own = -(-trees_of_update(config) // parallel.data)
+        stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+        limit = limits[0]
+        if len(limits) > 1:
+            limit = _fastest_limit(self.trees, budget, limits, own, stages, chunks, CostModel.of(spec))
+        return _packing(self.trees, budget, limit)
+
+    def most_keys(self, config: JobConfig) -> int:
+        """Return the largest number of keys of a pack, including inherited ones, in the largest allowed groups."""
+        budget = config.train.token_budget
         limit = None if config.parallel.nested_packs else config.train.group_tokens
-        return _packing(self.trees, config.train.token_budget, limit)
+        return max(len(pack.token_ids) for tree in self.trees for pack in _packs(tree, budget, limit))
+
+
+def trees_of_update(config: JobConfig) -> int:
+    """Return the number of trees (of conversations, for a cold start) of one update."""
+    return config.sft.batch if config.sft_only else config.train.tasks_per_step // config.algorithm.minibatches
 
 
 def typical(config: JobConfig) -> Workload:
@@ -185,10 +211,32 @@ def _measure(family: Mix, trees: tuple[RolloutTree, ...], *, tools_s: float, str
 
 
 @cache
+def _packs(tree: RolloutTree, budget: int, limit: int | None) -> list[TreePack]:
+    return pack_trees([tree], supervised_credit([tree]), token_budget=budget, group_tokens=limit)
+
+
+@cache
+def _fastest_limit(
+    trees: tuple[RolloutTree, ...],
+    budget: int,
+    limits: tuple[int | None, ...],
+    own: int,
+    stages: int,
+    chunks: int,
+    cost: CostModel,
+) -> int | None:
+    """Return the size of groups that the trainer chooses if each data-parallel rank has `own` trees like these."""
+
+    def pack(limit: int | None) -> list[TreePack]:
+        return [pack for tree in islice(cycle(trees), own) for pack in _packs(tree, budget, limit)]
+
+    limit, _ = fastest_groups(pack, limits, 1, stages, chunks, cost)
+    return limit
+
+
+@cache
 def _packing(trees: tuple[RolloutTree, ...], budget: int, limit: int | None) -> Packing:
-    forests: list[list[TreePack]] = [
-        pack_trees([tree], supervised_credit([tree]), token_budget=budget, group_tokens=limit) for tree in trees
-    ]
+    forests = [_packs(tree, budget, limit) for tree in trees]
     reports = [report_packs(packs, [tree]) for packs, tree in zip(forests, trees, strict=True)]
     every = [pack for packs in forests for pack in packs]
     fills = [min(1.0, sum(map(len, packs)) / budget) for packs in forests]
@@ -196,7 +244,6 @@ def _packing(trees: tuple[RolloutTree, ...], budget: int, limit: int | None) -> 
         computed=mean(found.computed for found in reports),
         pairs=sum(pack.attention_pairs for pack in every) / len(trees),
         targets=sum(len(pack.predictors) for pack in every) / len(trees),
-        longest=max(len(pack.token_ids) for pack in every),
         packs=mean(len(packs) * fill for packs, fill in zip(forests, fills, strict=True)),
         groups=mean(len(rank_groups(packs, 0)) * fill for packs, fill in zip(forests, fills, strict=True)),
     )

@@ -8,7 +8,7 @@ from arpo_megatron.algorithms.credit import supervised_credit
 from arpo_megatron.jobs import resolve
 from arpo_megatron.models.known import KNOWN_MODELS
 from arpo_megatron.packing.balance import CostModel
-from arpo_megatron.packing.packs import pack_trees, rank_costs, report_packs
+from arpo_megatron.packing.packs import pack_batch, pack_trees, rank_costs, rank_groups, report_packs
 from arpo_megatron.plan import GPUS, plan
 from arpo_megatron.plan.kernels import backward_bytes, forward_bytes
 from arpo_megatron.plan.slowest_rank import TreeSize, most_work, slowest_rank
@@ -30,7 +30,8 @@ def own_trees(recipe: str, *overrides: str) -> float:
 def test_products_of_a_forward_pass(recipe: str) -> None:
     """With FP8, head and edge layers stay in bfloat16; only experts are narrow, and one rank has 1.3 times the mean."""
     job = resolve.resolve(recipe, overrides=["parallel.pipeline=1"])
-    spec, packing = KNOWN_MODELS[job.model.hub_id or ""], typical(job).packing(job)
+    spec = KNOWN_MODELS[job.model.hub_id or ""]
+    packing = typical(job).packing(job, spec)
     edges = 2 / spec.layers if "fp8" in recipe else 1.0
     product = edges / PRODUCT + (1 - edges) / (1979e12 * 0.4)
     mlp = 3 * spec.hidden * spec.ffn * product
@@ -50,7 +51,8 @@ def test_parts_of_an_update() -> None:
     """A backward pass has twice the products, and here repeats 10 of 40 layers; the head repeats its logits."""
     layout = ["parallel.tensor=4", "parallel.recompute=full", "parallel.recompute_layers=10"]
     job = resolve.resolve("deepsearch_14b", overrides=layout)
-    spec, packing, own = KNOWN_MODELS["Qwen/Qwen3-14B"], typical(job).packing(job), own_trees("deepsearch_14b", *layout)
+    spec, own = KNOWN_MODELS["Qwen/Qwen3-14B"], own_trees("deepsearch_14b", *layout)
+    packing = typical(job).packing(job, spec)
     parts = plan(job, H100).seconds_by_part
     old, update = parts["logprobs"], parts["update"]
     for part in ("attention", "matrix_products"):
@@ -83,17 +85,32 @@ def test_head_is_on_the_last_stage_and_bubbles_are_those_of_layers() -> None:
     )  # fmt: skip
     assert "pipeline_bubble" not in one
     job = resolve.resolve("deepsearch_14b", overrides=["parallel.pipeline=4", "train.group_tokens=8192"])
-    packing = typical(job).packing(job)
+    spec = KNOWN_MODELS["Qwen/Qwen3-14B"]
+    packing = typical(job).packing(job, spec)
     layers = sum(seconds for name, seconds in four.items() if name not in ("head", "pipeline_bubble"))
     # One data-parallel rank has all trees. The tree is cut for groups, which repeat ancestors.
     updates, groups = job.algorithm.minibatches, job.train.tasks_per_step * packing.groups
     assert four["pipeline_bubble"] == pytest.approx(3 * layers * updates / groups)
     assert interleaved["pipeline_bubble"] == pytest.approx(four["pipeline_bubble"] / 2)
     assert four["head"] == pytest.approx(one["head"])
-    whole = typical(job).packing(replace(job, parallel=replace(job.parallel, pipeline=1))).computed
+    whole = typical(job).packing(replace(job, parallel=replace(job.parallel, pipeline=1)), spec).computed
     assert packing.computed > whole
     share = packing.computed / whole / 4
     assert four["matrix_products"] == pytest.approx(one["matrix_products"] * share, rel=1e-4)
+
+
+@pytest.mark.parametrize("limit", ["8192", "32768", "null"])
+def test_groups_of_a_pipeline_are_those_of_the_trainer(limit: str) -> None:
+    """The limit of the groups' size allows larger groups, but smaller ones are faster here."""
+    job = resolve.resolve("reasoning_3b+16nodes", overrides=["parallel.data=1", f"train.group_tokens={limit}"])
+    spec, work = KNOWN_MODELS[job.model.hub_id or ""], typical(job)
+    job = replace(job, train=replace(job.train, tasks_per_step=4 * job.algorithm.minibatches))
+    trees = 2 * work.trees
+    packs = pack_batch(trees, supervised_credit(trees), job, spec)
+    found = work.packing(job, spec)
+    assert found.computed == pytest.approx(sum(map(len, packs)) / 4)
+    assert found.groups == pytest.approx(len(rank_groups(packs, 0)) / 4)
+    assert found.computed > 1.05 * work.unique, "smaller groups repeat ancestors"
 
 
 def test_slowest_rank_has_the_costliest_share() -> None:
