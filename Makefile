@@ -49,7 +49,7 @@ campaigns: setup
 test-newest:
 	@scripts/setup_newest.sh
 	.venv-newest/bin/pytest --numprocesses 2 tests/actor/test_exactness.py tests/actor/test_optimizer.py \
-		tests/actor/test_checkpoint.py $(ARGS)
+		tests/actor/test_checkpoint.py tests/actor/test_overlap.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
