@@ -40,7 +40,7 @@ def gradient_buffers(dtype: torch.dtype, parallel: ParallelConfig) -> Distribute
 
 
 def reduce_in_order(wrapped: Any) -> None:
-    """Let all ranks start the overlapped reductions in one order, whatever the order of their gradients.
+    """Let all ranks start the overlapped reductions of a communicator in one order, whatever that of their gradients.
 
     Autograd has no fixed order for the weights of one operation, such as a grouped product of experts: it depends on
     the rest of the graph, and a rank without packs has another graph. Megatron starts a reduction when the last
@@ -73,7 +73,10 @@ def wait_for_head(wrapped: Any) -> None:
 
 
 def gather_weights(wrapped_chunks: list[Any], *, wait: bool) -> None:
-    """Gather new weights, in the order in which a forward pass needs them, if the optimizer's step has not done so.
+    """Gather new weights, if the optimizer's step has not done so.
+
+    Dense parts come first, then the parts of experts on several ranks, which have a communicator of their own. Each of
+    the two is in the order in which a forward pass needs them.
 
     Args:
         wrapped_chunks: made with `gradient_buffers`.
