@@ -2,7 +2,7 @@
 
 Trees that fit the budget are packed whole, several per pack; the system prompt they share is computed once per pack. A
 larger tree is cut into stretches of its depth-first order. A stretch attends outside itself only to the ancestors of
-its first token. It inherits their keys and values from the packs that computed them, so nothing is computed twice;
+its first token. It inherits their keys and values from the packs that computed them and does not compute them again;
 `schedule.py` keeps the order that this needs. The packs that inherit from each other are a group. In a pipeline, and
 with experts on several ranks, all activations of a group are alive at once. A limit of its tokens divides a larger tree
 into several groups, each of which computes the ancestors of its first token again, without loss.
