@@ -1,5 +1,6 @@
 """Helpers for the connection between trainer rank 0 and the rollout process."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -26,6 +27,12 @@ class Outbox:
         """Queue a message and return at once; messages are sent in this order."""
         self._messages.put(message)
 
+    async def sent(self) -> None:
+        """Wait until all messages so far are sent, or the other end is gone."""
+        reached = threading.Event()
+        self._messages.put(reached)
+        await asyncio.to_thread(reached.wait)
+
     def close(self) -> None:
         """Wait until all messages are sent, or the other end is gone."""
         self._messages.put(None)
@@ -33,10 +40,11 @@ class Outbox:
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
-            try:
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
+            with suppress(OSError):  # the other end is gone; the reader of this connection notices
                 self._connection.send(message)
-            except OSError:  # the other end is gone; the reader of this connection notices
-                return
 
 
 def hang_up(connection: "Connection[Any, Any]") -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 
 from arpo_megatron.config import AlgorithmConfig
 from arpo_megatron.engine.request import Sampling
-from arpo_megatron.rollout.connection import hang_up
+from arpo_megatron.rollout.connection import Outbox, hang_up
 from arpo_megatron.rollout.garbage import collect_on_demand
 from arpo_megatron.rollout.handle import RolloutError, RolloutHandle
 from arpo_megatron.rollout.limits import RolloutLimits
@@ -307,7 +307,53 @@ def test_garbage_is_collected_only_while_no_tree_samples(
             assert len(collections) == 1
             handle.collect(CollectTrees("g"))
             handle.pause()
-            assert len(collections) >= 2
+            handle.resume(1)
+            handle.pause()
+            assert len(collections) == 2, "nothing has grown since the last one"
+
+
+def test_answer_to_a_pause_does_not_wait_for_a_collection(
+    folder: Path, scripted_engine: Callable[[ScriptedEngine], ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection keeps the interpreter's lock, so nothing is sent during it."""
+    engine = scripted_engine(ScriptedEngine(lambda _text: "xyz", delay_s=lambda _text: 0.2))
+    sent, sent_before = list[object](), list[int]()
+    send = Connection.send
+
+    def send_slowly(connection: "Connection[Any, Any]", message: object) -> None:
+        if threading.current_thread().name == "outbox":
+            time.sleep(0.1)
+            sent.append(message)
+        send(connection, message)
+
+    def collect() -> None:
+        sent_before.append(sum(isinstance(message, tuple) for message in sent))
+
+    monkeypatch.setattr(Connection, "send", send_slowly)
+    monkeypatch.setattr("arpo_megatron.rollout.worker.gc", SimpleNamespace(collect=collect))
+    grown = RolloutSettings(None, 2, Sampling(), LIMITS)
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        serve(listener, [])
+        with RolloutHandle.connect(folder / "socket", ServiceSettings((engine.url,), NOWHERE, folder, 1)) as handle:
+            handle.start_trees("g", [Task("t", (), "", "math", "w")], step=0, version=0, settings=grown)
+            handle.pause()
+            handle.resume(0)
+    assert sent_before[0] == 3, "the answers to the first request, to the start of the tree and to the pause"
+
+
+@pytest.mark.timeout(30)
+def test_wait_for_sent_messages_ends_when_the_other_end_is_gone() -> None:
+    ours, theirs = Pipe()
+    outbox = Outbox(ours)
+    outbox.put("first")
+    asyncio.run(outbox.sent())
+    assert theirs.poll()
+    assert theirs.recv() == "first"
+    theirs.close()
+    outbox.put("lost")
+    asyncio.run(outbox.sent())
+    outbox.close()
+    ours.close()
 
 
 def test_long_lived_objects_are_visited_on_demand_only() -> None:
