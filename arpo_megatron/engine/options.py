@@ -38,11 +38,14 @@ REFUSED: Mapping[str, str] = {
     "json_model_override_args": "trainer and engine read one config of the model",
     **dict.fromkeys(("custom_", "enable_custom_logit_processor", "forward_hooks", "trust_remote_code"), _CODE),
     **dict.fromkeys(("hicache_storage", "enable_lmcache", "enable_flexkv", "radix_cache_backend"), _STORE),
-    **dict.fromkeys(("cpu_offload_gb", "offload_", "kt_", "enable_lora", "lora_paths", "weight_cache"), _WEIGHTS),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_", "kt_", "enable_lora", "lora_paths", "weight_cache", "checkpoint_engine"),
+        _WEIGHTS,
+    ),
     **dict.fromkeys(
         ("grpc", "smg_grpc", "sidecar", "ssl_", "admin_api_key", "kv_events_config", "tokenizer_ipc_name"), _SERVER
     ),
-    **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join"), _SHARDS),
+    **dict.fromkeys(("attn_cp", "moe_dp", "moe_dense_tp", "use_ray", "elastic_ep", "ep_join", "dwdp_"), _SHARDS),
     **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "init_expert_location"), _EXPERTS),
     **dict.fromkeys(("enable_symm_mem", "enable_nccl_nvls", "dcp_size"), _NCCL),
 }

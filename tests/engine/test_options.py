@@ -40,6 +40,11 @@ def test_refused_options_are_those_of_the_installed_version() -> None:
         ("enable_eplb", "a weight push expects each expert once"),
         ("grpc_port", "is not possible: the clients reach one HTTP server"),
         ("ssl_certfile", "is not possible: the clients reach one HTTP server"),
+        ("dwdp_size", "a weight push knows tensor and expert parallelism only"),
+        (
+            "checkpoint_engine_wait_weights_before_ready",
+            "is not possible: a weight push writes to parameters on the device",
+        ),
         ("attn_cp_size", "a weight push knows tensor and expert parallelism only"),
         ("offload_group_size", "a weight push writes to parameters on the device"),
         ("allow_auto_truncate", "a prompt that the engine has shortened"),
