@@ -14,8 +14,11 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+_LEAVE_S = 30.0
+"""Seconds for which a tree leaves an engine that failed one of its requests several times in a row. A return may cost
+as many failures again, so a tree needs time for a few segments."""
 _STRIKES = 3
-"""Failures of one request in a row after which its engine is left alone, although its server answers."""
+"""Failures of one request in a row after which its tree leaves the engine, although its server answers."""
 
 CacheId = tuple[str, str | None, int]
 """Identity of a radix cache's content: the engine's URL, its incarnation, the pushes so far. A restart empties the
@@ -69,9 +72,9 @@ class EngineState:
             return 0.0
         if reason == "connection" and (strikes > 1 or not probed):
             self.incarnation = None
-        if self.incarnation and not stale and strikes % _STRIKES:
+        if self.incarnation and not stale:
             self.suspect = self.suspect or reason == "connection"
-            return FIRST_BACKOFF_S * float(2 ** (strikes - 1))
+            return min(FIRST_BACKOFF_S * float(2 ** (strikes - 1)), MAX_BACKOFF_S)
         self.record_failure(now)
         return 0.0
 
@@ -110,14 +113,31 @@ class EngineRoutes:
         self.router = None if router is None else router.rstrip("/")
         self._placed: dict[str, EngineState] = {}  # by key: the engine that `pin` has chosen
         self._routed: dict[str, EngineState] = {}  # by key: the router sends different keys to different engines
+        self._left: dict[str, tuple[EngineState, float]] = {}  # by key: an engine that fails its requests, until when
         self._bypass: set[str] = set()  # keys that the router sends to an engine with old weights
 
     def pick(self, key: str, now: float) -> EngineState:
         """Return the engine, or the router's state, for a request that is sent now."""
         if self.router is None or key in self._bypass:
+            left, until = self._left.get(key, (None, 0.0))
+            ready = [engine for engine in self.engines if engine.backoff_until <= now]
+            engines = [engine for engine in ready if engine is not left or until <= now] or self.engines
             placed = self._placed.get(key)
-            return placed if placed is not None and placed.backoff_until <= now else pick_engine(key, self.engines, now)
+            if placed is not None and placed in engines and placed.backoff_until <= now:
+                return placed
+            return pick_engine(key, engines, now)
         return self._routed.setdefault(key, EngineState(self.router))
+
+    def rest_s(self, key: str, engine: EngineState, reason: str, *, stale: bool, strikes: int, now: float) -> float:
+        """Return the seconds before a failed request is repeated, as `EngineState.rest_s`.
+
+        After some failures in a row the requests with its key leave the engine for a while. Those of other keys stay:
+        the cause may be this request.
+        """
+        own = engine in self.engines
+        if own and not stale and reason not in ("timeout", "connection") and strikes % _STRIKES == 0:
+            self._left[key] = engine, now + _LEAVE_S
+        return engine.rest_s(reason, stale=stale, strikes=strikes, now=now, probed=own)
 
     def pin(self, key: str, url: str | None) -> None:
         """Send requests with this key to one engine while it is up; None: to any."""
@@ -142,4 +162,5 @@ class EngineRoutes:
     def pushed(self) -> None:
         """Note that all engines have the same weights."""
         self._bypass.clear()
+        self._left.clear()
         self._routed.clear()

@@ -318,8 +318,8 @@ class EngineClient:
                 if clock() >= give_up:
                     text = f"the engine at {engine.url} does not answer: {failure_message(error)}"
                     raise EngineUnavailableError(text) from error
-                reason, stale, own = failure_reason(error), isinstance(error, StaleError), engine in self._engines
-                rest_s = engine.rest_s(reason, stale=stale, strikes=strikes, now=clock(), probed=own)
+                reason, stale = failure_reason(error), isinstance(error, StaleError)
+                rest_s = self._selector.rest_s(key, engine, reason, stale=stale, strikes=strikes, now=clock())
                 await asyncio.sleep(rest_s)
             else:
                 engine.record_answer()

@@ -223,6 +223,34 @@ def test_failed_request_leaves_other_trees_and_the_cache_alone(
     asyncio.run(run())
 
 
+def test_request_that_fails_three_times_moves_its_own_tree_only(scripted_engine: Start) -> None:
+    """The cause may be that request."""
+    failures = [1, 1, 1]
+    engines = [
+        scripted(
+            scripted_engine, fails=lambda body: body["input_ids"][0] == 1 and bool(failures) and failures.pop() > 0
+        )
+        for _ in range(2)
+    ]
+
+    async def run() -> None:
+        async with EngineClient(*(engine.url for engine in engines)) as client:
+            keys = [str(n) for n in range(20)]
+            for key in keys:
+                client.pin(key, engines[0].url)
+            await asyncio.gather(*(answer(client, key) for key in keys))
+            before = len(engines[1].requests)
+            await client.generate([1], max_new_tokens=3, sampling=Sampling(0.0), key="0")
+            assert dict(client.retries) == {"HTTP 500": 3}
+            assert len(engines[1].requests) == before + 1, "the fourth attempt went to the other engine"
+            assert client.cache_id("0")[0] == engines[1].url, "where the tree's prefix is now"
+            assert {client.cache_id(key)[0] for key in keys[1:]} == {engines[0].url}
+            client.resume(7)
+            assert client.cache_id("0")[0] == engines[0].url, "a push has emptied the caches"
+
+    asyncio.run(run())
+
+
 def test_timeout_moves_no_tree(scripted_engine: Start) -> None:
     """The engine is busy; elsewhere the tree's prefixes would have to be computed again."""
     slow = [True]
