@@ -8,12 +8,13 @@ the tool service is left out. So are the sending of records to the trainer and i
 import asyncio
 import contextlib
 import json
+import resource
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ class ControllerRun:
     """Callbacks of the event loop that take more than `BLOCKED_S` of CPU time."""
     longest_callback_ms: float
     """CPU time of the longest callback. Engines and controller share the machine, so wall time is not its own."""
+    longest_wait_ms: float
+    """Longest time without CPU of a callback that gave the CPU up itself: it slept, or waited for a lock or a file."""
     peak_gb: float
     """Peak memory in 10^9 bytes."""
     kb_per_trajectory: float
@@ -119,7 +122,7 @@ async def run_controller(model: Path, trees: int, failure_share: float, **settin
     stub = StubSettings(call=codec.vocabulary_size - 1, failure_share=failure_share, **settings)
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(launch_stub(StubSettings(**{**asdict(stub), "seed": n}))) for n in range(ENGINES)]
-        callbacks = stack.enter_context(_timed_callbacks())
+        callbacks = stack.enter_context(timed_callbacks())
         async with (
             EngineClient(*urls, streams=True, request_timeout_s=DEADLINE_S) as client,
             AdmissionGate(client, codec) as gate,
@@ -143,7 +146,7 @@ def _row(
     *,
     seconds: float,
     cpu_s: float,
-    callbacks: list[float],
+    callbacks: "Callbacks",
     memory: int,
     trees: int,
 ) -> ControllerRun:
@@ -159,30 +162,50 @@ def _row(
         bytes_per_request=counts["bytes"] / counts["requests"],
         seconds=seconds,
         cpu_ms_per_segment=1e3 * cpu_s / max(1, segments),
-        blocked=sum(each > BLOCKED_S for each in callbacks),
-        longest_callback_ms=1e3 * max(callbacks, default=0.0),
+        blocked=sum(each > BLOCKED_S for each in callbacks.long),
+        longest_callback_ms=1e3 * max(callbacks.long, default=0.0),
+        longest_wait_ms=1e3 * callbacks.longest_wait_s,
         peak_gb=highest() / 1e9,
         kb_per_trajectory=memory / 1e3 / max(1, trajectories),
         lost=tuple(sorted({failed.reason for failed in report.failed})),
     )
 
 
+@dataclass(slots=True)
+class Callbacks:
+    """Times of the event loop's callbacks."""
+
+    long: list[float] = field(default_factory=list)
+    """CPU seconds of those that take more than a millisecond of it."""
+    longest_wait_s: float = 0.0
+
+
 @contextlib.contextmanager
-def _timed_callbacks() -> Iterator[list[float]]:
-    """Collect the CPU seconds of the event loop's callbacks that take more than a millisecond."""
-    run, long = asyncio.Handle._run, list[float]()
+def timed_callbacks() -> Iterator[Callbacks]:
+    """Time the callbacks of the event loop that begin within the block.
+
+    A process that waits for a CPU loses it involuntarily, so other load adds to no wait of its own.
+    """
+    run, found = asyncio.Handle._run, Callbacks()
 
     def timed(handle: asyncio.Handle) -> None:
-        before = time.thread_time()
+        began, before, given_up = time.monotonic(), time.thread_time(), _times_given_up()
         run(handle)
         if (took := time.thread_time() - before) > 1e-3:
-            long.append(took)
+            found.long.append(took)
+        if _times_given_up() > given_up:
+            found.longest_wait_s = max(found.longest_wait_s, time.monotonic() - began - took)
 
     setattr(asyncio.Handle, "_run", timed)  # noqa: B010  (the loop has no hook for it)
     try:
-        yield long
+        yield found
     finally:
         setattr(asyncio.Handle, "_run", run)  # noqa: B010
+
+
+def _times_given_up() -> int:
+    """Return how often this thread gave the CPU up itself."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 async def _counts(urls: Sequence[str]) -> Counter[str]:

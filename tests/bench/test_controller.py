@@ -4,6 +4,7 @@ import asyncio
 import gc
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,26 @@ def test_segment_is_one_request_and_blocks_nothing(model: Path) -> None:
     assert found.segments + TREES <= found.requests <= found.segments + TREES + PROBES
     assert found.bytes_per_request < 6.5 * 120 + 250, "6 bytes and a comma for each token, and the parameters"
     assert found.blocked == 0
+    assert found.longest_wait_ms < 1000, "generous: a callback that waits for a moment may then wait for a CPU"
+
+
+def test_callbacks_that_wait_or_compute_are_noticed() -> None:
+    async def wait() -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+
+    async def compute() -> None:
+        await asyncio.sleep(0)
+        began = time.thread_time()
+        while time.thread_time() < began + 0.1:
+            pass
+
+    with controller.timed_callbacks() as found:
+        asyncio.run(wait())
+    assert max(found.long, default=0.0) < 0.1 < found.longest_wait_s
+    with controller.timed_callbacks() as found:
+        asyncio.run(compute())
+    assert max(found.long) >= 0.1
 
 
 def test_failed_requests_cost_their_own_repeats_and_lose_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
