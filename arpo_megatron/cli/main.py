@@ -273,7 +273,7 @@ def plan_command(
 ) -> None:
     """Estimate a job: memory by part, seconds by phase, GPU-hours, and better layouts on the same number of GPUs.
 
-    Exits with code 1 if the job does not fit.
+    Exits with code 1 if the job does not fit, and with 2 if its layout cannot divide the model.
     """
     from arpo_megatron.plan import Hardware, plan, report
     from arpo_megatron.plan.measured import measured_seconds

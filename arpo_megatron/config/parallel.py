@@ -41,7 +41,8 @@ class ParallelConfig:
     layer). Modules that a model does not have are ignored. Attention costs much time and saves little: it stores no
     scores."""
     recompute_layers: Positive | None = None
-    """Layers of each model chunk that `full` computes again, the first ones; None: all."""
+    """Layers of each model chunk that `full` computes again, the first ones; None: all. At most the layers of a
+    chunk."""
 
     collective_timeout_s: PositiveFloat = 1800.0
     """Seconds without progress of any rank after which the job ends as hung, with the stacks of all ranks in
@@ -75,8 +76,8 @@ class ParallelConfig:
         """Return the share of a model's `layers` layers that are computed again as a whole."""
         if self.recompute != "full":
             return 0.0
-        chunk = max(1, layers // (self.pipeline * self.virtual_pipeline))
-        return 1.0 if self.recompute_layers is None else min(1.0, self.recompute_layers / chunk)
+        chunk = layers // (self.pipeline * self.virtual_pipeline)
+        return 1.0 if self.recompute_layers is None else self.recompute_layers / chunk
 
     def recomputes(self, module: RecomputedModule) -> bool:
         """Return whether `selective` computes a module again."""

@@ -119,7 +119,7 @@ def check_inputs(config: JobConfig, run: RunDirectory | None = None) -> None:
     spec = check_files(config, run)
     without_file = replace(config.reward, judge=replace(config.reward.judge, cache=None))
     make_reward(without_file, max_response_tokens=config.rollout.max_response_tokens)
-    if config.model.path is not None and spec is not None:
+    if config.model.path is not None:
         from arpo_megatron.models.check import check_tensors  # imports torch
         from arpo_megatron.models.safetensors import TensorFiles
 
@@ -128,7 +128,7 @@ def check_inputs(config: JobConfig, run: RunDirectory | None = None) -> None:
     check_machine(config)
 
 
-def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec | None:
+def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec:
     """Check every file in the config, and whether the model can be partitioned as configured.
 
     Args:
@@ -136,7 +136,7 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
         run: the run that is resumed; its copy of `sandbox.file` is checked if the file is gone.
 
     Returns:
-        The model's spec; None if the job generates the model.
+        The model's spec.
 
     Raises:
         UserError: a file is missing or cannot be used.
@@ -144,21 +144,17 @@ def check_files(config: JobConfig, run: RunDirectory | None = None) -> ModelSpec
     extra_options(config.engine.options)
     if config.rollout.priority == "age":
         age_options(config.engine.options)
-    spec: ModelSpec | None = None
     hub_id, path = config.model.hub_id, config.model.path
     if hub_id is not None and path is None:
         raise UserError(f"model.path is missing: fetch {hub_id} (`hf download {hub_id} --local-dir DIR`), then set it")
-    if path is not None:
-        if not (path / "config.json").is_file():
-            raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing){_hub_hint(path)}")
-        spec = load_spec(config.model)
-        spec.check_divisible(config.parallel)
-        spec.check_fp8(config.model, config.parallel)
-        spec.check_attention(config.model)
-        spec.check_engine(config.engine, config.parallel)
-        spec.check_replay(config.algorithm)
-    else:
-        load_spec(config.model).check_engine(config.engine, config.parallel)
+    if path is not None and not (path / "config.json").is_file():
+        raise UserError(f"model.path={path}: no Hugging Face model there (config.json is missing){_hub_hint(path)}")
+    spec = load_spec(config.model)
+    spec.check_divisible(config.parallel)
+    spec.check_fp8(config.model, config.parallel)
+    spec.check_attention(config.model)
+    spec.check_engine(config.engine, config.parallel)
+    spec.check_replay(config.algorithm)
     if config.sft.data is not None:
         check_file(config.sft.data)
     if not config.data.is_generated:

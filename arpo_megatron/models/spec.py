@@ -88,7 +88,8 @@ class ModelSpec:
     """The mixture of experts; None for a dense model."""
 
     def check_divisible(self, parallel: ParallelConfig) -> None:
-        """Raise UserError if tensor, pipeline or expert parallelism cannot divide the model."""
+        """Raise UserError if tensor, pipeline or expert parallelism cannot divide the model, or if more layers are
+        recomputed than a chunk has."""
         divided = {"query heads": self.heads, "key/value heads": self.kv_heads, "vocabulary": self.vocabulary}
         if self.experts is None or parallel.expert_tensor > 1:
             divided["MLP width"] = self.ffn
@@ -105,6 +106,11 @@ class ModelSpec:
             raise UserError(
                 f"the model's layers ({self.layers}) cannot be divided into parallel.pipeline={parallel.pipeline} x "
                 f"parallel.virtual_pipeline={parallel.virtual_pipeline} chunks: their product must divide it"
+            )
+        if parallel.recompute_layers is not None and parallel.recompute_layers > self.layers // chunks:
+            raise UserError(
+                f"parallel.recompute_layers={parallel.recompute_layers} exceeds the layers of a model chunk: "
+                f"give parallel.recompute_layers={self.layers // chunks} or null"
             )
         if self.experts is None:
             if parallel.expert > 1:

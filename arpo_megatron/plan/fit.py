@@ -168,9 +168,10 @@ def plan(
 
     Raises:
         UserError: the model's sizes are unknown (no files at `model.path`, no known `model.hub_id`), or `sandbox.file`
-            cannot be used.
+            cannot be used, or the layout does not divide the model, on whatever hardware.
     """
     spec = load_spec(config.model)
+    spec.check_divisible(config.parallel)
     layout, unfit = None, find_conflict(config, spec, hardware)
     if unfit is None:
         try:

@@ -39,6 +39,11 @@ def test_model_refuses_sizes_that_cannot_be_divided(change, what):
         ),
         (cases.QWEN3_MOE, {"tensor": 2}, "needs parallel.sequence=true"),
         (cases.QWEN3, {"pipeline": 3}, r"layers \(2\) cannot be divided into parallel.pipeline=3 x"),
+        (
+            cases.QWEN3,
+            {"pipeline": 2, "recompute": "full", "recompute_layers": 2},
+            "recompute_layers=2 exceeds the layers of a model chunk: give parallel.recompute_layers=1 or null",
+        ),
     ],
 )
 def test_model_refuses_layouts_that_do_not_fit(spec, layout, message):

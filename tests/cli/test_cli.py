@@ -70,6 +70,11 @@ FP8 = ["engine.quantization=fp8", "model.dtype=bfloat16"]
         (["plan", "deepsearch_14b", "sandbox.file=no.yaml"], "no.yaml: No such file or directory"),
         (["plan", "deepsearch_14b", "--gpu", "h300"], "unknown GPU 'h300'; known: h100-80, h200, a100-80, l40s"),
         (["plan", "deepsearch_14b", "--nodes", "5", "parallel.tensor=16"], "cannot be divided"),
+        (["plan", "deepsearch_14b", "parallel.recompute_layers=41"], "give parallel.recompute_layers=40 or null"),
+        (
+            ["train", "quickstart", "--dry-run", "parallel.recompute=full", "parallel.recompute_layers=99"],
+            "recompute_layers=99 exceeds the layers of a model chunk: give parallel.recompute_layers=4 or null",
+        ),
         (["plan", "deepsearch_14b", "model.hub_id=some/model"], "sizes are not known without its files"),
         (["plan", "sft_7b", "--simulate"], "only does supervised training, which has no rollouts"),
         (["train", "quickstart", "--config", "nowhere.yaml"], "nowhere.yaml"),

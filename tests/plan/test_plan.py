@@ -77,6 +77,8 @@ def test_fp8_engines_use_the_same_gpus_in_every_layout(recipe: str) -> None:
         ("deepsearch_14b", ["engine.replicas=4"], "h100-80", "than there are trainer ranks: 32 GPUs, 16 ranks"),
         ("deepsearch_14b", ["parallel.pipeline=16", "parallel.tensor=1", "parallel.sequence=false",
                             "parallel.data=1"], "h100-80", "layers (40) cannot be divided"),
+        ("deepsearch_14b", ["parallel.recompute=full", "parallel.recompute_layers=41"], "h100-80",
+         "give parallel.recompute_layers=40 or null"),
         ("deepsearch_14b+fp8", [], "a100-80", "no FP8 products"),
         ("reasoning_4b+a100+fp8_engine", [], "a100-80", "no FP8 products, and SGLang would"),
         ("moe_30b_a3b+fp8_engine", ["engine.expert=1"], "h100-80", "engine.expert=4 divides no expert"),
