@@ -160,18 +160,21 @@ def _receive(
     """Replace SGLang's `update_weights_from_distributed`; return whether it succeeded, and a message."""
     if names or load_format is None or not load_format.startswith(EXCHANGE_FORMAT):
         return False, "Failed to update parameter online: this engine takes the exchanges of arpo-megatron only"
-    try:
-        shard.receive(**json.loads(load_format.removeprefix(EXCHANGE_FORMAT)))
-    except Exception as error:  # it would end the engine; the gate stays closed, and the sender gets the message
-        return False, f"Failed to update parameter online: {type(error).__name__}: {error}"
+    shard.receive(**json.loads(load_format.removeprefix(EXCHANGE_FORMAT)))
     return True, "Succeeded to update parameter online."
 
 
 def _agree(original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Answer for all ranks of the engine: SGLang answers when its first rank has finished, and only for that rank."""
+    """Answer for all ranks of the engine: SGLang answers when its first rank has finished, and only for that rank.
+
+    SGLang does not handle errors here: after one in a file it loads the same file once more, "rolling back".
+    """
     from sglang.srt.distributed import get_tp_group
 
-    mine = original(*args, **kwargs)
+    try:
+        mine = original(*args, **kwargs)
+    except Exception as error:  # it would end the engine; the gate stays closed, and the sender gets the message
+        mine = False, f"Failed to update weights: {type(error).__name__}: {error}"
     group = get_tp_group().cpu_group
     answers = [mine] * group.size()
     if len(answers) > 1:
