@@ -14,8 +14,8 @@ _BLOCK = 8192
 _WARPS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _statistics(logits, targets, found, rows, size, temperature, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _statistics(logits, targets, found, rows, size, temperature, block: tl.constexpr):  # type: ignore[no-untyped-def]  # nor do values in a kernel
     row = tl.program_id(0).to(tl.int64)
     # Over the values read so far: the maximum and, with x relative to it, sum(exp(x)) and sum(x exp(x)).
     highest = -3.0e38
@@ -41,8 +41,8 @@ def _statistics(logits, targets, found, rows, size, temperature, block: tl.const
     tl.store(found + 3 * rows + row, chosen)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient(  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _gradient(  # type: ignore[no-untyped-def]  # nor do values in a kernel
     logits, targets, normalisers, entropies, by_logprob, by_entropy, size, temperature, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

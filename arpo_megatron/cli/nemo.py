@@ -102,7 +102,7 @@ def checked(laid_preset: str, **values: Any) -> JobConfig:
 
 # nemo-run takes the names and types of `job.KEY=VALUE` from this signature.
 _JOB_SIGNATURE = inspect.signature(JobConfig)
-checked.__signature__ = _JOB_SIGNATURE.replace(  # type: ignore[attr-defined]
+checked.__signature__ = _JOB_SIGNATURE.replace(  # type: ignore[attr-defined]  # typeshed does not know it
     parameters=[
         *_JOB_SIGNATURE.parameters.values(),
         inspect.Parameter("laid_preset", inspect.Parameter.KEYWORD_ONLY, annotation=str),

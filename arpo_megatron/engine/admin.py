@@ -23,10 +23,6 @@ from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, PUSH_HEADER, bearer
 from arpo_megatron.errors import UserError
 
-WEIGHTS = "weights"
-"""SGLang's name of the part of an engine's memory that holds its weights."""
-KV_CACHE = ("kv_cache", "cuda_graph")
-"""SGLang's names of the parts that are needed only to generate."""
 _POLL_INTERVAL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _ENGINE_DEADLINE_SHARE = 0.8

@@ -30,6 +30,7 @@ from arpo_megatron.engine.wire.endpoints import (
 )
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.environment import LOOPBACK_ENVIRONMENT, process_environment, trainer_environment
+from arpo_megatron.hardware.fp8 import BLOCK
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 from arpo_megatron.utils.ports import free_ports, is_loopback
 from arpo_megatron.utils.processes import last_lines, stop_groups
@@ -48,7 +49,7 @@ FP8_OPTIONS: Mapping[str, object] = MappingProxyType(
                 "quantization_config": {
                     "quant_method": "fp8",
                     "activation_scheme": "dynamic",
-                    "weight_block_size": [128, 128],
+                    "weight_block_size": [BLOCK, BLOCK],
                 }
             }
         ),

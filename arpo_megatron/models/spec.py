@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from arpo_megatron.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig, validation
 from arpo_megatron.errors import UserError
+from arpo_megatron.hardware.fp8 import BLOCK
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
@@ -181,7 +182,7 @@ class ModelSpec:
                 "MLP width": self.ffn // (tensor if dense else expert_tensor),
             }
             try:
-                validation.check_multiples("engine.quantization=fp8: the", f"of {side} ranks", widths, 128)
+                validation.check_multiples("engine.quantization=fp8: the", f"of {side} ranks", widths, BLOCK)
             except ValueError as error:
                 more = f"engine.expert={engine.tensor} divides no expert"
                 if side == "trainer":

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from arpo_megatron.hardware.fp8 import BLOCK
 from arpo_megatron.models.mapping import Entry
 
-BLOCK = 128
 SCALES = "_scale_inv"
 """End of the name of a tensor's scales, as in quantized models on the Hugging Face hub."""
 FP8 = torch.float8_e4m3fn

@@ -1,6 +1,6 @@
 """The parts of Hugging Face tensors that this trainer rank holds."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,8 +12,9 @@ from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, WeightMess
 from arpo_megatron.engine.wire.checksums import ChecksummedPart
 from arpo_megatron.engine.wire.devices import device_name, host_name
 from arpo_megatron.engine.wire.staging import as_bytes
+from arpo_megatron.hardware.fp8 import BLOCK
 from arpo_megatron.models.mapping import Entry, ShardRule
-from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, block_scales, quantized, slab_rows
+from arpo_megatron.weights.blockwise import FP8, SCALES, block_scales, quantized, slab_rows
 from arpo_megatron.weights.reshard import TrainerShard, boxes_in, tensor_types
 from arpo_megatron.weights.shards import LocalParameters
 
@@ -88,12 +89,12 @@ class LocalShard:
             for part, rows in self._slabs(piece):
                 target[rows].copy_(self.view(part))
 
-    def checksum(self, name: str, mine: Callable[[Box], bool]) -> int:
-        """Return the sum over this rank's parts of a tensor that are `mine`; sums of all ranks add up modulo 2^64."""
+    def checksum(self, name: str, mine: Collection[Box]) -> int:
+        """Return the sum over this rank's parts of a tensor in `mine`; the sums of all ranks add up modulo 2^64."""
         kind, total = self.types[name], 0
         whole = kind.meta()
         for box, part in self.parts.get(name, {}).items():
-            if mine(box):
+            if box in mine:
                 for slab, _ in self._slabs(BoxPart(name, 0, box, 0)):
                     values = self._values(name, part, box, slab.box)
                     total += ChecksummedPart.of(values, inside(whole, kind.whole, slab.box)).checksum

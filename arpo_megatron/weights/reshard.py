@@ -31,9 +31,10 @@ from arpo_megatron.engine.wire.boxes import (
     padded,
     size,
 )
+from arpo_megatron.hardware.fp8 import BLOCK
 from arpo_megatron.models.mapping import Entry, ShardRule, entries
 from arpo_megatron.models.spec import ModelSpec
-from arpo_megatron.weights.blockwise import BLOCK, FP8, SCALES, with_scales
+from arpo_megatron.weights.blockwise import FP8, SCALES, with_scales
 
 _NEAR = 3
 """Alike tensors are planned as one if each comes within this many names after the one before it. That is enough for a

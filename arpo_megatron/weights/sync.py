@@ -30,9 +30,10 @@ from numpy.typing import ArrayLike
 from torch import nn
 
 from arpo_megatron.config import JobConfig
-from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, EngineEndpoint, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, EngineEndpoint, WeightPushError
 from arpo_megatron.engine.wire.boxes import Box, EngineShard, size
 from arpo_megatron.engine.wire.checksums import ChecksummedPart, difference
+from arpo_megatron.engine.wire.endpoints import KV_CACHE, WEIGHTS
 from arpo_megatron.errors import UserError
 from arpo_megatron.hardware.placement import placement
 from arpo_megatron.models.spec import ModelSpec
@@ -267,7 +268,7 @@ class WeightSync:
         types, rank = self._local.types, self._control.rank
         answers = self._admin.start_checksums(types) if rank == 0 else None  # the engines compute them meanwhile
         own = [
-            self._local.checksum(name, lambda box, name=name: self._checksum_ranks[name][box] == rank)  # type: ignore[misc]
+            self._local.checksum(name, {box for box, owner in self._checksum_ranks[name].items() if owner == rank})
             for name in types
         ]
         expected = self._control.sums(own)

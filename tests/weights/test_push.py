@@ -16,10 +16,11 @@ import requests
 import torch
 
 from arpo_megatron.config import ParallelConfig
-from arpo_megatron.engine.admin import KV_CACHE, WEIGHTS, EngineAdmin, WeightPushError
+from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType
 from arpo_megatron.engine.wire.checksums import difference
+from arpo_megatron.engine.wire.endpoints import KV_CACHE, WEIGHTS
 from arpo_megatron.models.mapping import hf_shapes
 from arpo_megatron.models.spec import ModelSpec
 from arpo_megatron.weights.control import Control

@@ -14,8 +14,8 @@ _BLOCK = 8192
 _WARPS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kernel(logits, stride, temperatures, entropies, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _kernel(logits, stride, temperatures, entropies, size, block: tl.constexpr):  # type: ignore[no-untyped-def]  # nor do values in a kernel
     row = tl.program_id(0)
     inverse = 1.0 / tl.load(temperatures + row)
     # Over the values read so far: the maximum and, with x relative to it, sum(exp(x)) and sum(x exp(x)).

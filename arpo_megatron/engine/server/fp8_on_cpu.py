@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-_BLOCK = 128
+from arpo_megatron.hardware.fp8 import BLOCK
+
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _SMALLEST = 1e-10
@@ -30,7 +31,7 @@ def register_hooks() -> None:
 
 def rounded(x: Tensor) -> Tensor:
     """Return activations [..., features] after a way through FP8, in float32."""
-    groups = x.float().reshape(*x.shape[:-1], -1, _BLOCK)
+    groups = x.float().reshape(*x.shape[:-1], -1, BLOCK)
     scales = groups.abs().amax(-1, keepdim=True).clamp(_SMALLEST) / _LARGEST
     values: Tensor = (groups / scales).clamp(-_LARGEST, _LARGEST).to(_FP8).float() * scales
     return values.flatten(-2)
@@ -39,7 +40,7 @@ def rounded(x: Tensor) -> Tensor:
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
     """Return FP8 weights [rows, columns] with scales [rows / 128, columns / 128] in float32."""
     rows, columns = scales.shape
-    blocks = weight.float().view(rows, _BLOCK, columns, _BLOCK)
+    blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
     return (blocks * scales[:, None, :, None]).view(weight.shape)
 
 

@@ -53,7 +53,9 @@ from arpo_megatron.engine.wire.endpoints import (
     HEALTH_PATH,
     INCARNATION_HEADER,
     KEEP_KV_VARIABLE,
+    KV_CACHE,
     PUSH_HEADER,
+    WEIGHTS,
 )
 
 Scope = MutableMapping[str, Any]
@@ -74,9 +76,8 @@ _PASSING = {
 }
 """Paths that generate nothing and pass a closed gate."""
 _RELEASE, _RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-_WEIGHTS = "weights"
-_MEMORY = frozenset({_WEIGHTS, "kv_cache", "cuda_graph"})
-"""SGLang's names of all parts of the memory that an engine lends."""
+_MEMORY = frozenset({WEIGHTS, *KV_CACHE})
+"""All parts of the memory that an engine lends."""
 _RELEASE_TIMEOUT_S = 30.0
 """Wait for running generations before the memory is released, which would otherwise end SGLang's scheduler."""
 _POLL_INTERVAL_S = 0.005
@@ -201,7 +202,7 @@ class PushGate:
         return 200, {}
 
     async def _begin(self, push_id: bytes, version: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        if _WEIGHTS in self._lent:
+        if WEIGHTS in self._lent:
             return 409, {"error": f"weights of version {version} cannot be stored: {self._closed}"}
         previous, push = (self._closed, self._push), _Push(version, push_id)
         self._closed, self._push = f"weights of version {version} are arriving", push

@@ -52,7 +52,7 @@ def _scales_under_both_names(model: nn.Module) -> Iterator[None]:
             if name.endswith(".weight_scale_inv"):
                 yield name.removesuffix("_inv"), parameter
 
-    model.named_parameters = both  # type: ignore[method-assign]
+    model.named_parameters = both  # type: ignore[method-assign]  # deleted below
     try:
         yield
     finally:
@@ -173,7 +173,8 @@ class EngineParameters:
                 names = self._computed[piece.name]
                 if not any(self._missing[name] for name in names):
                     with _scales_under_both_names(self._model):
-                        self._model.load_weights([(name, self._whole.pop(name)) for name in names])  # type: ignore[operator]
+                        own = [(name, self._whole.pop(name)) for name in names]
+                        self._model.load_weights(own)  # type: ignore[operator]  # as in `find_copies`
 
     def end(self) -> None:
         """End a push. Raises ValueError: a tensor that the loader computes with has not arrived whole."""

@@ -1,4 +1,4 @@
-"""Paths and headers that this project adds to SGLang's HTTP server, and that its clients use."""
+"""Paths and headers that this project adds to SGLang's HTTP server, and names of its memory, for server and clients."""
 
 ENGINE_TOKEN_VARIABLE = "ARPO_ENGINE_TOKEN"  # noqa: S105  (the name, not a token)
 """Environment variable of engines, router and trainer that holds the bearer token of requests to engines."""
@@ -22,6 +22,11 @@ COMMIT_PUSH_PATH = "/arpo/commit_push"
 PUSH_HEADER = "X-Arpo-Push"
 """Header of the requests of a push: an id that its trainer draws. An engine takes weights and commits only from the
 push that has begun last, also if two trainers push the same version."""
+
+WEIGHTS = "weights"
+"""SGLang's name of the part of an engine's memory that holds its weights."""
+KV_CACHE = ("kv_cache", "cuda_graph")
+"""SGLang's names of the parts that are needed only to generate."""
 
 
 INCARNATION_HEADER = "X-Arpo-Incarnation"

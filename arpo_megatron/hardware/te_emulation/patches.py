@@ -116,7 +116,7 @@ def install() -> None:
     # The name of no framework: the package's first import neither loads an extension nor warns that there is none.
     with patch.dict(os.environ, NVTE_PROJECT_BUILDING="1", NVTE_FRAMEWORK="none"):
         common = importlib.import_module("transformer_engine.common")
-    common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
+    common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]  # a module has no types
     onnx = f"{_TE}onnx_extensions"
     sys.modules[onnx] = _Onnx(onnx)
     importlib.import_module("transformer_engine.pytorch")
