@@ -243,7 +243,7 @@ def _candidates(
         packed = (
             (parallel, budget, group)
             for parallel, budget in product(_layouts(config, ranks, hardware, experts), budgets)
-            for group in _groups(parallel, budget, bound)
+            for group in group_sizes(parallel, budget, bound, config.train.group_tokens)
         )
         for (parallel, budget, group), tensor in product(packed, sizes):
             if engine_gpus % tensor:
@@ -266,11 +266,19 @@ def _candidates(
                 yield conflict(fault_text(error.errors()[0]))
 
 
-def _groups(parallel: ParallelConfig, budget: int, bound: int) -> list[int | None]:
-    """Return candidates for `train.group_tokens`; `bound` is the number of tokens of the largest possible tree."""
+def group_sizes(parallel: ParallelConfig, budget: int, bound: int, own: int | None) -> list[int | None]:
+    """Return candidates for `train.group_tokens`, ascending; None for whole trees.
+
+    Args:
+        parallel: layout.
+        budget: tokens of a pack, which a group must hold.
+        bound: tokens of the largest possible tree.
+        own: the job's `train.group_tokens`.
+    """
     if parallel.nested_packs:
         return [None]
-    return [*(size for size in (budget, 2 * budget, 4 * budget) if size < bound), None]
+    sizes = {budget, 2 * budget, 4 * budget} if own is None else {budget, 2 * budget, 4 * budget, own}
+    return [*sorted(size for size in sizes if budget <= size < bound), None]
 
 
 def _placed(

@@ -5,12 +5,20 @@ from dataclasses import replace
 
 import pytest
 
+from arpo_megatron.config import ParallelConfig
 from arpo_megatron.jobs import resolve
 from arpo_megatron.plan import GPUS, plan
 from arpo_megatron.plan.report import overrides_between
-from arpo_megatron.plan.search import search
+from arpo_megatron.plan.search import group_sizes, search
 
 H100 = GPUS["h100-80"]
+
+
+def test_search_tries_the_jobs_own_size_of_groups() -> None:
+    stages = ParallelConfig(pipeline=2)
+    assert group_sizes(stages, 8192, 40_000, 12_000) == [8192, 12_000, 16_384, 32_768, None]
+    assert group_sizes(stages, 16_384, 40_000, 12_000) == [16_384, 32_768, None], "a group holds at least one pack"
+    assert group_sizes(ParallelConfig(data=2), 8192, 40_000, 12_000) == [None]
 
 
 def test_overrides_of_a_found_layout_reproduce_its_plan() -> None:
