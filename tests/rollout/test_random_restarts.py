@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from arpo_megatron.bench.simulated_tools import SimulatedTools
+from arpo_megatron.engine.capacity import EngineCapacity
 from arpo_megatron.engine.client import EngineClient
 from arpo_megatron.engine.request import Sampling
+from arpo_megatron.rollout.admission_gate import AdmissionGate
 from arpo_megatron.rollout.messages import CollectTrees, LiveTree, RolloutSettings, StartTrees
 from arpo_megatron.rollout.pool import TreePool
 from arpo_megatron.rollout.record import TreeRecord
@@ -48,14 +51,19 @@ class Tools(SimulatedTools):
 
 
 async def grow(engine: ScriptedEngine, draw: random.Random, restarts: int, pushes: int) -> Log:
-    """Grow the trees; the process dies `restarts` times, each time with the last messages on their way."""
+    """Grow the trees, with admission if the engine reports a capacity.
+
+    The process dies `restarts` times, each time with the last messages on their way.
+    """
     log: Log = []
     for left in reversed(range(restarts + 1)):
         trees = tuple(
             LiveTree(n, "fuzz", Task(f"t{n}", (), "", "math", f"{n}?"), 3, 0, SHARED, entries_of(log, n))
             for n in range(TREES)
         )
-        async with EngineClient(engine.url, streams=draw.random() < 0.5) as client:
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(EngineClient(engine.url, streams=draw.random() < 0.5))
+            gate = None if engine.capacity is None else await stack.enter_async_context(AdmissionGate(client))
             pool = TreePool(
                 client,
                 Tools(0.02, lambda rng: rng.random()),
@@ -65,6 +73,7 @@ async def grow(engine: ScriptedEngine, draw: random.Random, restarts: int, pushe
                 send=lambda _progress: None,
                 record=lambda number, entry: log.append((number, entry)),
                 finished=lambda number, tree: log.append((number, tree)),
+                admission=gate,
             )
             await pool.start(StartTrees(trees, engine.version))
             collected = asyncio.create_task(pool.collect(CollectTrees("fuzz")))
@@ -108,6 +117,9 @@ def test_trees_do_not_depend_on_restarts_pushes_and_failed_requests(
     log = asyncio.run(grow(quiet, random.Random(0), restarts=0, pushes=0))
     expected = {number: content(tree) for number, tree in log if isinstance(tree, RolloutTree)}
     assert len(expected) == TREES
+    tokens = sum(
+        len(each.token_ids) for _, tree in log if isinstance(tree, RolloutTree) for each in tree.grown.segments
+    )
     shared = 0
     for seed in range(30):
         draw = random.Random(seed)
@@ -118,6 +130,7 @@ def test_trees_do_not_depend_on_restarts_pushes_and_failed_requests(
                 delay_s=lambda _text, draw=draw: 0.03 * draw.random(),
                 cuts=draw.randrange(4),
                 fails=lambda _body, draw=draw: draw.random() < 0.01,
+                capacity=EngineCapacity(tokens // 3, 16) if seed % 2 else None,
             )
         )
         log = asyncio.run(grow(engine, draw, restarts=4, pushes=2))
