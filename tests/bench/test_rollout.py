@@ -53,8 +53,6 @@ def test_schedules_finish_all_trajectories_within_their_bounds(monkeypatch: pyte
     assert found["controller"]["lost"] == 0
     runs = found["pressure"]["runs"]
     assert runs["admission"]["requests"] < runs["independent"]["requests"], "a fork point is one request, not two"
-    # Admission holds what the pool holds, whatever the speed: tools are short, so paths that wait keep their room.
-    assert runs["admission"]["released"] < 0.2 * runs["admission"]["requests"]
     assert found["reprefill_pressure"] < 1.3
     assert found["pressure"]["reprefill_pressure_baseline"] > 1.5
     assert found["client_ms_16k"] > 0
