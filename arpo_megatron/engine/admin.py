@@ -19,7 +19,7 @@ import requests
 from numpy.typing import NDArray
 
 from arpo_megatron.engine.wire.boxes import LAYOUT_ACTION, EngineShard, TensorType, boxes_from_json
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, RECEIVED_ACTION, ChecksummedPart
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, PIECES_ACTION, RECEIVED_ACTION, ChecksummedPart
 from arpo_megatron.engine.wire.endpoints import BEGIN_PUSH_PATH, COMMIT_PUSH_PATH, PUSH_HEADER, bearer
 from arpo_megatron.errors import UserError
 
@@ -159,26 +159,25 @@ class EngineAdmin:
 
         Returns:
             A function that waits for the answers, or raises WeightPushError if an engine does not answer or a rank
-            refuses. Equal engines with equal weights give the same answer, which is one object then: a mixture has 10^5
-            pieces.
+            refuses. Engines with the same layout and weights share one object, which only one of them has sent: a
+            mixture has 10^5 pieces.
         """
         action = CHECKSUM_ACTION + json.dumps({name: kind.as_json() for name, kind in types.items()})
-        wait_for_ranks = self._start_check([action] * len(self.urls))
+        wait_for_digests = self._start_check(dict.fromkeys(self.urls, action))
 
         def wait() -> list[dict[str, list[ChecksummedPart]]]:
-            answers = wait_for_ranks()
-            found: list[dict[str, list[ChecksummedPart]]] = []
-            for engine in answers:
-                if found and engine == answers[0]:
-                    found.append(found[0])
-                    continue
-                found.append(
-                    {
-                        name: [ChecksummedPart.from_json(part) for rank in engine for part in json.loads(rank[name])]
-                        for name in types
-                    }
-                )
-            return found
+            digests = [tuple(rank["answer"] for rank in engine) for engine in wait_for_digests()]
+            first: dict[tuple[str, ...], str] = {}
+            for url, digest in zip(self.urls, digests, strict=True):
+                first.setdefault(digest, url)
+            answers = self._ask_ranks(dict.fromkeys(first.values(), PIECES_ACTION))
+            found = {
+                digest: {
+                    name: [ChecksummedPart.from_json(part) for rank in engine for part in rank[name]] for name in types
+                }
+                for digest, engine in zip(first, answers, strict=True)
+            }
+            return [found[digest] for digest in digests]
 
         return wait
 
@@ -195,39 +194,38 @@ class EngineAdmin:
             WeightPushError: an engine does not answer, or a rank refuses.
         """
         request = {"types": {name: kind.as_json() for name, kind in types.items()}, "together": together}
-        answers = self._ask_ranks([LAYOUT_ACTION + json.dumps(request)] * len(self.urls))
+        answers = self._ask_ranks(dict.fromkeys(self.urls, LAYOUT_ACTION + json.dumps(request)))
         boxes = cache(boxes_from_json)
         return [[EngineShard(rank["device"], rank["host"], boxes(rank["boxes"])) for rank in each] for each in answers]
 
     def send_to_ranks(self, action: str, engines: Sequence[Sequence[object]]) -> None:
         """Do an action in every rank of every engine; each gets its own value. Raises WeightPushError: one refuses."""
-        self._ask_ranks([action + json.dumps(ranks) for ranks in engines])
+        self._ask_ranks({url: action + json.dumps(ranks) for url, ranks in zip(self.urls, engines, strict=True)})
 
     def received(self) -> list[dict[str, int]]:
         """Return figures of the last exchange in bytes, for each rank of each engine: `received`, `held` and
         `largest_buffer`."""
-        return [rank for engine in self._ask_ranks([RECEIVED_ACTION] * len(self.urls)) for rank in engine]
+        return [rank for engine in self._ask_ranks(dict.fromkeys(self.urls, RECEIVED_ACTION)) for rank in engine]
 
     def post_all(self, endpoint: str, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list["Future[Any]"]:
         """POST each body to its server; a future holds the JSON answer or a WeightPushError."""
         return [self._pool.submit(self._post, url, endpoint, body) for url, body in bodies]
 
-    def _ask_ranks(self, actions: Sequence[str]) -> list[list[Any]]:
+    def _ask_ranks(self, actions: Mapping[str, str]) -> list[list[Any]]:
         """Return the answers of each engine's ranks to its action. Raises WeightPushError: one refuses."""
         return [[json.loads(rank["answer"]) for rank in engine] for engine in self._start_check(actions)()]
 
-    def _start_check(self, actions: Sequence[str]) -> Callable[[], list[list[Mapping[str, str]]]]:
-        """Give each engine's weight checker its action.
+    def _start_check(self, actions: Mapping[str, str]) -> Callable[[], list[list[Mapping[str, str]]]]:
+        """Give the weight checker of each engine, by URL, its action.
 
         Returns:
             A function that waits for the answers of the ranks of each engine, or raises WeightPushError: one refuses.
         """
-        bodies = [(url, {"action": action}) for url, action in zip(self.urls, actions, strict=True)]
-        posts = self.post_all("weights_checker", bodies)
+        posts = self.post_all("weights_checker", [(url, {"action": action}) for url, action in actions.items()])
 
         def wait() -> list[list[Mapping[str, str]]]:
             found = []
-            for url, post in zip(self.urls, posts, strict=True):
+            for url, post in zip(actions, posts, strict=True):
                 found.append([rank["checksums"] for rank in post.result()["ranks"]])
                 for rank, answer in enumerate(found[-1]):
                     if "error" in answer:

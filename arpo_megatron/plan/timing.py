@@ -34,7 +34,8 @@ DECODE_OVERHEAD_S = 0.003
 DECODE_REDUCTION_S = 10e-6
 """Latency of an all-reduce among the GPUs of an engine, two per layer and decoding step. Its payload is negligible."""
 PUSH_OVERHEAD_S = 1.0
-"""Time of a weight push in addition to its bytes: begin, commit, checksums, probe. Assumption."""
+"""Time of a weight push in addition to its bytes: begin, commit, checksums, probe. Assumption. The checksums of a
+mixture's many tensors take seconds more (docs/reference/performance.md)."""
 GLOO_SPEED = 4e9
 """Bytes/s that gloo sends from one process, with one thread that copies through TCP, on any network. Assumption; in
 `arpo bench sync`, `floor_s` of `network` has the seconds of such a transfer and of one more copy."""

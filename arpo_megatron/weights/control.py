@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from arpo_megatron.engine.admin import WeightPushError
 
@@ -60,9 +60,9 @@ class Control:
         if failures := [each for each in self.gather(failure) if each]:
             raise WeightPushError(failures[0])
 
-    def sums(self, values: list[int]) -> list[int]:
-        """Return the sums over ranks modulo 2^64."""
-        total = torch.tensor([value - 2**64 if value >= 2**63 else value for value in values], dtype=torch.int64)
+    def sums(self, values: Tensor) -> list[int]:
+        """Return the sums over ranks modulo 2^64 of int64[n] on any device."""
+        total = values.cpu()
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
         return [value % 2**64 for value in total.tolist()]

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, WeightMessage, inside, unpack
-from arpo_megatron.engine.wire.checksums import ChecksummedPart
+from arpo_megatron.engine.wire.checksums import checksum
 from arpo_megatron.engine.wire.devices import device_name, host_name
 from arpo_megatron.engine.wire.staging import as_bytes
 from arpo_megatron.hardware.fp8 import BLOCK
@@ -89,16 +89,17 @@ class LocalShard:
             for part, rows in self._slabs(piece):
                 target[rows].copy_(self.view(part))
 
-    def checksum(self, name: str, mine: Collection[Box]) -> int:
-        """Return the sum over this rank's parts of a tensor in `mine`; the sums of all ranks add up modulo 2^64."""
-        kind, total = self.types[name], 0
+    def checksum(self, name: str, mine: Collection[Box]) -> Tensor:
+        """Return the sum over this rank's parts of a tensor in `mine`, as int64[] on its device; the sums of all ranks
+        add up modulo 2^64."""
+        kind, total = self.types[name], torch.zeros((), dtype=torch.int64, device=self.device)
         whole = kind.meta()
         for box, part in self.parts.get(name, {}).items():
             if box in mine:
                 for slab, _ in self._slabs(BoxPart(name, 0, box, 0)):
                     values = self._values(name, part, box, slab.box)
-                    total += ChecksummedPart.of(values, inside(whole, kind.whole, slab.box)).checksum
-        return total % 2**64
+                    total += checksum(values, inside(whole, kind.whole, slab.box))
+        return total
 
     def _slabs(self, piece: BoxPart) -> Iterator[tuple[BoxPart, slice]]:
         """Yield parts of a piece and their rows in it. Quantized parts are small: they exist next to the bucket."""

@@ -271,7 +271,7 @@ class WeightSync:
             self._local.checksum(name, {box for box, owner in self._checksum_ranks[name].items() if owner == rank})
             for name in types
         ]
-        expected = self._control.sums(own)
+        expected = self._control.sums(torch.stack(own))
 
         def compare() -> None:
             assert answers is not None
@@ -281,14 +281,14 @@ class WeightSync:
         return tuple(types)
 
     def _compare(self, expected: Sequence[int], engines: Sequence[Mapping[str, Sequence[ChecksummedPart]]]) -> None:
-        types, equal = self._local.types, None
+        types, equal = self._local.types, list[Mapping[str, Sequence[ChecksummedPart]]]()
         for url, held in zip(self._admin.urls, engines, strict=True):
-            if held is equal:
+            if any(held is each for each in equal):
                 continue
             for (name, kind), checksum in zip(types.items(), expected, strict=True):
                 if wrong := difference(held[name], checksum, size(kind.whole)):
                     raise WeightPushError(f"{url}: {name} is not what the trainer sent: {wrong}")
-            equal = held
+            equal.append(held)
 
     def _disconnect(self) -> None:
         if self._transport is not None:

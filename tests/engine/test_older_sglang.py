@@ -13,7 +13,7 @@ from arpo_megatron.config import EngineConfig
 from arpo_megatron.engine import launch
 from arpo_megatron.engine.server import checksums, gate, receive
 from arpo_megatron.engine.wire.boxes import EXCHANGE_FORMAT, TensorType
-from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION
+from arpo_megatron.engine.wire.checksums import CHECKSUM_ACTION, PIECES_ACTION
 from arpo_megatron.hardware.environment import trainer_environment
 from arpo_megatron.hardware.placement import ON_CPU, Placement
 
@@ -42,7 +42,9 @@ def test_checksums_use_the_runners_model() -> None:
     )
     action = CHECKSUM_ACTION + json.dumps({"head": TensorType((4, 4), "float32").as_json()})
     answer = checksums._handle(lambda *_: None, checker, action)
-    assert json.loads(answer["checksums"]["head"])
+    assert len(json.loads(answer["checksums"]["answer"])) == 32
+    pieces = checksums._handle(lambda *_: None, checker, PIECES_ACTION)
+    assert json.loads(pieces["checksums"]["answer"]).keys() == {"head"}
 
 
 def test_engine_starts_no_second_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arpo_megatron.engine.server import receive
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.server.parameters import EngineParameters, find_copies
 from arpo_megatron.engine.wire.boxes import Box, BoxPart, TensorType, box_of, inside, size
-from arpo_megatron.engine.wire.checksums import difference
+from arpo_megatron.engine.wire.checksums import checksummed, difference
 
 
 class Loader(nn.Module):
@@ -99,6 +100,25 @@ def test_checksum_is_that_of_the_whole_tensor_however_an_engine_holds_it() -> No
         assert difference(held, expected, 17) == "it holds 16 of 17 elements"
     with pytest.raises(ValueError, match=r"cast is torch\.bfloat16 here and float32 in the trainer"):
         held_pieces(model, shapes("cast"))
+
+
+def test_checksums_of_many_tensors_wait_for_the_device_once() -> None:
+    """Reading a value of one tensor waits until a GPU has done all that it was given."""
+    read = list[str]()
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                read.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tensors = [torch.randn(4, 4) for _ in range(20)]
+    with Reads():
+        found = checksummed([(each, each) for each in tensors])
+    assert not read
+    assert [each.checksum for each in found] == [checksummed([(each, each)])[0].checksum for each in tensors]
+    assert len({each.checksum for each in found}) == 20
+    assert checksummed([]) == []
 
 
 def test_checksums_read_the_parameters_that_the_model_has_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from arpo_megatron.engine.admin import EngineAdmin, WeightPushError
 from arpo_megatron.engine.launch import EngineHandle, launch_engine
 from arpo_megatron.engine.server.checksums import held_pieces
 from arpo_megatron.engine.wire.boxes import BoxPart, TensorType
-from arpo_megatron.engine.wire.checksums import ChecksummedPart, difference
+from arpo_megatron.engine.wire.checksums import PIECES_ACTION, checksummed, difference
 from arpo_megatron.trainer.consistency import GAP_LIMITS, gap_limit
 from arpo_megatron.weights import reshard
 from arpo_megatron.weights import sync as push
@@ -94,7 +94,7 @@ def test_checksums_find_one_wrong_bit_anywhere_in_a_large_tensor() -> None:
     expected: list[dict[str, int]] = []
 
     def start_checksums(types: dict[str, TensorType]) -> Callable[[], list[Any]]:
-        expected.append({"head": sync._local.checksum("head", {kind.whole})})
+        expected.append({"head": int(sync._local.checksum("head", {kind.whole})) % 2**64})
         return lambda: [held_pieces(model, types)]
 
     sync._admin = SimpleNamespace(urls=["engine"], start_checksums=start_checksums)
@@ -115,7 +115,7 @@ def test_engines_compute_checksums_while_the_trainer_does() -> None:
     sync: Any = WeightSync.__new__(WeightSync)
     sync._control, kind = Control(None), TensorType((1, 1), "float32")
     sync._checksum_ranks = {"head": {kind.whole: 0}}
-    checksum = lambda *_: order.append("trainer") or 0  # noqa: E731
+    checksum = lambda *_: order.append("trainer") or torch.tensor(0)  # noqa: E731
     sync._local = SimpleNamespace(types={"head": kind}, checksum=checksum)
     wait = lambda: order.append("wait") or []  # noqa: E731
     sync._admin = SimpleNamespace(urls=[], start_checksums=lambda _: order.append("engines") or wait)
@@ -127,15 +127,25 @@ def test_engines_compute_checksums_while_the_trainer_does() -> None:
 def test_checksums_of_many_engines_are_compared_once_if_they_are_equal(
     monkeypatch: pytest.MonkeyPatch, wrong: int | None
 ) -> None:
-    """No engine runs: the answers of three are given."""
+    """No engine runs: the answers of three are given. Checksums come from one engine, and from one with others."""
     kind = TensorType((4, 4), "float32")
     sent = torch.randn(kind.shape)
-    part = ChecksummedPart.of(sent, sent)
-    answers = [[{"head": json.dumps([part.as_json()])}] for _ in range(3)]
+    (part,) = checksummed([(sent, sent)])
+    urls = [f"http://engine{index}" for index in range(3)]
+    held = dict.fromkeys(urls, part)
     if wrong is not None:
-        answers[wrong] = [{"head": json.dumps([replace(part, checksum=part.checksum ^ 1).as_json()])}]
-    admin = EngineAdmin([f"http://engine{index}" for index in range(3)], TIMEOUT_S)
-    monkeypatch.setattr(admin, "_start_check", lambda _: lambda: answers)
+        held[urls[wrong]] = replace(part, checksum=part.checksum ^ 1)
+    fetched: list[str] = []
+
+    def start_check(actions: dict[str, str]) -> Callable[[], list[Any]]:
+        pieces = {url: json.dumps({"head": [held[url].as_json()]}) for url in actions}
+        if PIECES_ACTION not in actions.values():
+            return lambda: [[{"answer": f"digest of {pieces[url]}"}] for url in actions]
+        fetched.extend(actions)
+        return lambda: [[{"answer": pieces[url]}] for url in actions]
+
+    admin = EngineAdmin(urls, TIMEOUT_S)
+    monkeypatch.setattr(admin, "_start_check", start_check)
     compared: list[int] = []
     monkeypatch.setattr(push, "difference", lambda *given: compared.append(1) or difference(*given))
     sync: Any = WeightSync.__new__(WeightSync)
@@ -145,9 +155,11 @@ def test_checksums_of_many_engines_are_compared_once_if_they_are_equal(
     if wrong is None:
         sync._compare([part.checksum], admin.start_checksums(sync._local.types)())
         assert len(compared) == 1
+        assert fetched == [urls[0]]
         return
     with pytest.raises(WeightPushError, match=f"http://engine{wrong}: head is not what the trainer sent"):
         sync._compare([part.checksum], admin.start_checksums(sync._local.types)())
+    assert sorted(fetched) == [urls[0], urls[wrong]]
 
 
 @pytest.fixture(scope="module")

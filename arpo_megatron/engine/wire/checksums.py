@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 CHECKSUM_ACTION = "arpo-checksums:"
-"""Prefix of the action with which SGLang's weight checker is asked for checksums; JSON follows."""
+"""Prefix of the action with which SGLang's weight checker computes checksums; JSON follows. A rank answers a digest."""
+PIECES_ACTION = "arpo-checksum-pieces"
+"""Action that asks each rank for the checksums that it has computed last."""
 RECEIVED_ACTION = "arpo-received"
 """Action that asks each rank for figures of its last exchange."""
 
@@ -39,12 +41,6 @@ class ChecksummedPart:
     """Checksum of its elements, 64 bits."""
 
     @classmethod
-    def of(cls, values: Tensor, view: Tensor) -> Self:
-        """Return the piece `values`, whose place in the whole tensor is that of `view` (same shape)."""
-        offset, strides = int(view.storage_offset()), view.stride()
-        return cls(offset, tuple(view.shape), strides, _checksum(values, offset, strides))
-
-    @classmethod
     def from_json(cls, data: Sequence[Any]) -> Self:
         """Return the object whose `as_json` gave `data`."""
         offset, sizes, strides, checksum = data
@@ -53,6 +49,38 @@ class ChecksummedPart:
     def as_json(self) -> list[Any]:
         """Return the fields as JSON-safe values."""
         return [self.offset, self.sizes, self.strides, self.checksum]
+
+
+def checksummed(held: Sequence[tuple[Tensor, Tensor]]) -> list[ChecksummedPart]:
+    """Return the parts `held`, each as its values and a view (same shape) that has their place in the whole tensor."""
+    if not held:
+        return []
+    totals = torch.stack([checksum(values, view) for values, view in held]).tolist()  # waits for the device once
+    return [
+        ChecksummedPart(int(view.storage_offset()), tuple(view.shape), view.stride(), total & _MASK)
+        for (_, view), total in zip(held, totals, strict=True)
+    ]
+
+
+def checksum(values: Tensor, view: Tensor) -> Tensor:
+    """Return the checksum of a part as int64[], on the device of the values; see `checksummed`.
+
+    It consists of sums along each dimension, because the index in the whole tensor is linear in them.
+    """
+    offset, strides = int(view.storage_offset()), view.stride()
+    bits = values.detach().view(_INTEGERS[values.dtype.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)  # int64 is arithmetic modulo 2^64
+    rows = max(1, _CHUNK[bits.device.type] // max(1, prod(bits.shape[1:])))
+    for first in range(0, len(bits), rows):
+        chunk = bits[first : first + rows].to(torch.int64)
+        for dim, stride in enumerate(strides):
+            others = [other for other in range(chunk.dim()) if other != dim]
+            sums = chunk.sum(others) if others else chunk
+            factors = torch.arange(len(sums), device=sums.device) * (2 * stride)
+            if dim == 0:
+                factors += 2 * (offset + first * stride) + 1
+            total += (sums * factors).sum()
+    return total
 
 
 def difference(pieces: Iterable[ChecksummedPart], expected: int, elements: int) -> str | None:
@@ -74,20 +102,3 @@ def difference(pieces: Iterable[ChecksummedPart], expected: int, elements: int) 
         return f"it holds {held} of {elements} elements"
     total = sum(distinct.values()) & _MASK
     return None if total == expected else f"checksum {total:016x} instead of {expected:016x}"
-
-
-def _checksum(tensor: Tensor, offset: int, strides: Sequence[int]) -> int:
-    """Sum bits * (2 * index + 1), from sums along each dimension: the index in the whole tensor is linear in them."""
-    bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)  # int64 is arithmetic modulo 2^64
-    rows = max(1, _CHUNK[bits.device.type] // max(1, prod(bits.shape[1:])))
-    for first in range(0, len(bits), rows):
-        chunk = bits[first : first + rows].to(torch.int64)
-        for dim, stride in enumerate(strides):
-            others = [other for other in range(chunk.dim()) if other != dim]
-            sums = chunk.sum(others) if others else chunk
-            factors = torch.arange(len(sums), device=sums.device) * (2 * stride)
-            if dim == 0:
-                factors += 2 * (offset + first * stride) + 1
-            total += (sums * factors).sum()
-    return int(total) & _MASK
