@@ -173,21 +173,24 @@ class TrainerConnection:
                     engine.hold()
                 await pool.start(first.start)
                 self._send(None)
-                collected = False  # since trees have grown
-                while True:
-                    self._request, request = await self._requests.get()
-                    try:
-                        self._send(await _answer(pool, request))
-                    except StaleEnginesError as stale:
-                        self._send(stale)
-                    if pool.growing and not isinstance(request, Pause):
-                        collected = False
-                    elif not collected:
-                        await self._outbox.sent()  # the collection keeps the interpreter's lock: nothing is sent in it
-                        gc.collect()
-                        collected = True
+                await self._answer_requests(pool)
             finally:
                 await pool.close()
+
+    async def _answer_requests(self, pool: TreePool) -> None:
+        collected = False  # since trees have grown
+        while True:
+            self._request, request = await self._requests.get()
+            try:
+                self._send(await _answer(pool, request))
+            except StaleEnginesError as stale:
+                self._send(stale)
+            if pool.growing and not isinstance(request, Pause):
+                collected = False
+            elif not collected:
+                await self._outbox.sent()  # the collection keeps the interpreter's lock: nothing is sent in it
+                gc.collect()
+                collected = True
 
     def _send(self, answer: object) -> None:
         if isinstance(answer, RolloutReport):
