@@ -79,14 +79,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TokenizerCodec:
 
 @pytest.fixture
 def slots_url(codec: TokenizerCodec) -> Iterator[str]:
-    """A stub engine that runs 40 requests at a time, each for 0.3 s."""
-    with launch_stub(StubSettings(call=codec.vocabulary_size - 1, answer_s=0.3, requests=40)) as url:
+    """A stub engine that runs 10 requests at a time, each for 0.3 s."""
+    with launch_stub(StubSettings(call=codec.vocabulary_size - 1, answer_s=0.3, requests=10)) as url:
         yield url
 
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_admission_keeps_requests_within_their_deadlines(codec: TokenizerCodec, slots_url: str, admitted: bool) -> None:
-    """128 trees begin with 3 paths, so without it the last request waits for 9 others in its slot, 2.7 s.
+    """48 trees begin with 3 paths, so without it the last request waits for 14 others in its slot, 4.2 s.
 
     The requests are not streamed, as behind SGLang's router: their deadlines count the wait in the engine's queue.
     """
@@ -103,7 +103,7 @@ def test_admission_keeps_requests_within_their_deadlines(codec: TokenizerCodec, 
             policy = make_branch_policy(algorithm, vocabulary_size=codec.vocabulary_size, seed=1)
             pool = new_pool(client, SimulatedTools(0.02, LATENCIES["constant"]), codec, policy, 1, gate)
             settings = RolloutSettings(algorithm, algorithm.group_size, Sampling(), limits)
-            tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n} w2") for n in range(128))
+            tasks = tuple(Task(f"task {n}", (), "", "math", f" w{n} w2") for n in range(48))
             await pool.start(start(tasks, step=0, version=0, settings=settings))
             try:
                 return await pool.collect(CollectTrees(PURPOSE)), client.retries["timeout"]
@@ -112,9 +112,9 @@ def test_admission_keeps_requests_within_their_deadlines(codec: TokenizerCodec, 
 
     report, timeouts = asyncio.run(run())
     if admitted:
-        assert (len(report.trees), report.failed, timeouts) == (128, [], 0)
+        assert (len(report.trees), report.failed, timeouts) == (48, [], 0)
         assert {len(tree.leaves()) for tree in report.trees} == {algorithm.group_size}
         assert report.stats.counts.longest_request_s < deadline_s
     else:
-        assert timeouts > 40
+        assert timeouts > 0
         assert report.failed

@@ -81,6 +81,7 @@ async def _serve(control: socket.socket) -> None:
                 running[message["cancel"]].cancel()
         else:
             running[message["id"]] = asyncio.create_task(call(message))
+            await asyncio.sleep(0)  # the call begins: a task that is cancelled before that would never answer
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_STOP_S):
             for tool in tools.values():

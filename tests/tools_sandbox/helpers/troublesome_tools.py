@@ -35,11 +35,15 @@ class AbortOnce(Abort):
 
 
 class Hold(_Trouble):
-    """A tool that holds the GIL, so that nothing in its process can end it."""
+    """A tool that holds the GIL, so that nothing in its process can end it. It makes the file `began` first."""
 
     name = "hold"
 
+    def __init__(self, began: str = "") -> None:
+        self._began = Path(began)
+
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
+        self._began.touch()
         re.match(r"(a|aa)+$", "a" * 60 + "b")
         return ToolResult("ok", "never")
 
@@ -67,12 +71,19 @@ class Sleep(_Trouble):
 
 
 class Stuck(_Trouble):
-    """A tool that blocks in a thread, which cannot be cancelled."""
+    """A tool that blocks in a thread, which cannot be cancelled. It makes the file `began` first."""
 
     name = "stuck"
 
+    def __init__(self, began: str = "") -> None:
+        self._began = Path(began)
+
+    def _block(self) -> None:
+        self._began.touch()
+        time.sleep(60)
+
     async def run(self, arguments: Any, timeout_s: float) -> ToolResult:
-        await in_thread(time.sleep, 60)
+        await in_thread(self._block)
         return ToolResult("ok", "never")
 
 
