@@ -69,7 +69,8 @@ JOB = JobConfig(
     name="test",
     model=ModelConfig(max_length=400),
     algorithm=AlgorithmConfig(group_size=4, initial_rollouts=1, entropy_tokens=3),
-    rollout=RolloutConfig(max_response_tokens=120, max_tool_calls=2, max_tool_tokens=24),
+    # A timeout is a result and would make another tree; a busy machine must not cause one.
+    rollout=RolloutConfig(max_response_tokens=120, max_tool_calls=2, max_tool_tokens=24, tool_timeout_s=600.0),
 )
 
 

@@ -178,13 +178,17 @@ class ToolService:
             result, seconds = await self._execute(tool, checked, call)
             return ToolAnswer(result.text, result.status, seconds, cached=False, failure=result.failure)
         key = cache_key(tool.name, tool.fingerprint, _as_json(checked))
-        limit_s = min(call.timeout_s, self._config.limits.time_s, tool.max_time_s)
+        limit_s = self._limit_s(tool, call)
         try:
             return await self._cache.answer(
                 key, lambda: self._execute(tool, checked, call), limit_s=limit_s, deadline=call.deadline
             )
         except TimeoutError as error:
             raise self._no_answer("deadline", f"an equal call of {tool.name} took longer than the deadline") from error
+
+    def _limit_s(self, tool: Tool, call: Call) -> float:
+        """Return the longest wall time of the call's execution in seconds."""
+        return min(call.timeout_s, self._config.limits.time_s, tool.max_time_s)
 
     async def _execute(self, tool: Tool, arguments: Any, call: Call) -> tuple[ToolResult, float]:
         """Return the result and its wall time in seconds, without queueing."""
@@ -194,8 +198,8 @@ class ToolService:
             async with queue.slot(call.trajectory_id, wait_s):
                 began = time.monotonic()
                 self.metrics.waiting.labels(tool.name).observe(began - queued_at)
-                limit_s = min(call.timeout_s, call.deadline - began, self._config.limits.time_s)
-                result = await self._run(tool, arguments, limit_s)
+                own_s, left_s = self._limit_s(tool, call), call.deadline - began
+                result = await self._run(tool, arguments, min(own_s, left_s))
                 seconds = time.monotonic() - began
         except QueueFull as error:
             raise self._no_answer("queue_full", f"too many calls wait for {tool.name}", tool) from error
@@ -203,6 +207,8 @@ class ToolService:
             if time.monotonic() >= call.deadline:
                 raise self._no_answer("deadline", f"no slot for {tool.name} before the caller's deadline") from error
             raise self._no_answer("queue_time", f"no slot for {tool.name} in {wait_s:g} s", tool) from error
+        if result.status == "timeout" and left_s < own_s:  # the wait before took its time: no result for a model
+            raise self._no_answer("deadline", f"{tool.name} did not end before the caller's deadline", tool)
         self.metrics.execution.labels(tool.name).observe(seconds)
         self._execution_s[tool.name] = 0.9 * self._execution_s.get(tool.name, seconds) + 0.1 * seconds
         return result, seconds
