@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,14 +192,21 @@ def test_study_without_a_policy_is_a_user_error(tmp_path: Path) -> None:
 
 
 class FakeServices:
-    """Rollouts, scorer and model at once: grows a tree per task, except of one task, and notes what it grew."""
+    """Rollouts, scorer and model at once: grows a tree per task, except of one task, and notes what it grew.
 
-    def __init__(self) -> None:
+    calls: of `grow_trees`, after which it is interrupted.
+    """
+
+    def __init__(self, calls: float) -> None:
+        self.calls = calls
         self.grown: list[tuple[str, int]] = []
         self.rates: list[float | None] = []
         self.parameters = [torch.zeros(3)]
 
     def grow_trees(self, tasks: list[Task], *, step: int, settings: Any, **_others: Any) -> Any:
+        if not self.calls:
+            raise KeyboardInterrupt
+        self.calls -= 1
         self.grown += [(task.id, step) for task in tasks]
         self.rates.append(settings.branching.params.get("fork_rate"))
         trees = []
@@ -226,20 +234,18 @@ class FakeServices:
 
 
 def test_interrupted_sampling_continues_and_no_tree_has_the_draws_of_another(tmp_path: Path) -> None:
-    """20 trees of each arm and 10 of the reference, in two calls. Draws depend on task and step."""
+    """20 trees of each arm and 10 of the reference; the first call is interrupted. Draws depend on task and step."""
     tasks = [Task(str(number), (), "answer", "qa", "prompt") for number in range(30)]
     grown, rates = [], []
-    for _ in range(2):
-        services: Any = FakeServices()
+    for calls, interrupted in ((4, pytest.raises(KeyboardInterrupt)), (math.inf, nullcontext())):
+        services: Any = FakeServices(calls)
         plan = SamplingPlan.create("trails", [f"model.path={tmp_path}"], tmp_path)
         sampler = _Sampler(plan, services, services, services, tasks, lambda: None, lambda _text: None)
         sampler.find_direction(10)
-        for _ in range(len(ARMS)):
-            if (arm := sampler.next_arm(20)) is not None:
-                sampler.grow_arm(arm, 20)
+        with interrupted:
+            sampler.grow_arms(20)
         grown += services.grown
         rates += services.rates
-    assert sampler.next_arm(20) is None
     assert len(set(grown)) == len(grown) == 10 + 20 * len(ARMS)
     reference, arms = ({task for task, step in grown if (step == len(ARMS)) == is_reference} for is_reference in (1, 0))
     assert (len(reference), len(arms)) == (10, 20)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +41,8 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 _GROUP = ("algorithm.group_size=16", "algorithm.initial_rollouts=8", "sft.steps=0")
 DIRECTION, INFO = "direction.npz", "study.json"
 """Files of the reference direction, and of the command."""
-_CHUNK = 16
-"""Trees that grow at a time."""
+_CHUNK = 64
+"""Trees that grow at a time. While the last of them end, the engine has little to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,7 @@ def sample(plan: SamplingPlan, *, direction_trees: int, trees: int, note: Callab
     """
     with _Sampler.open(plan, direction_trees + trees, note) as sampler:
         sampler.find_direction(direction_trees)
-        while (arm := sampler.next_arm(trees)) is not None:
-            sampler.grow_arm(arm, trees)
+        sampler.grow_arms(trees)
 
 
 @dataclass(slots=True)
@@ -162,30 +162,42 @@ class _Sampler:
                 np.savez(file, first=halves[0], second=halves[1], trees=done)
             self.note(f"direction: {done} of {count} trees{f', {len(failed)} failed' if failed else ''}")
 
-    def next_arm(self, count: int) -> str | None:
-        """Return the arm with the fewest trees, `arpo` first; None if all have `count`."""
-        done = {arm: self._done(arm) for arm in (ARPO, *(arm for arm in ARMS if arm != ARPO))}
-        arm = min(done, key=lambda name: done[name])
-        return arm if done[arm] < count else None
+    def grow_arms(self, count: int) -> None:
+        """Grow `count` trees of each arm, the arm with the fewest first, and append their samples.
 
-    def grow_arm(self, arm: str, count: int) -> None:
-        """Grow the next trees of an arm and append their samples."""
+        The derivatives of trees are computed while the next ones grow.
+        """
+        done = {arm: self._done(arm) for arm in (ARPO, *(arm for arm in ARMS if arm != ARPO))}
+        before: Future[None] | None = None
+        with ThreadPoolExecutor(1) as pool:
+            while done[arm := min(done, key=lambda name: done[name])] < count:
+                tasks = self.tasks[done[arm] : min(count, done[arm] + _CHUNK)]
+                scored, failed = self._grow(self._algorithm(arm), tasks, step=list(ARMS).index(arm))
+                if before is not None:
+                    before.result()
+                done[arm] += len(tasks)
+                before = pool.submit(self._add, arm, scored, failed, f"{arm}: {done[arm]} of {count} trees")
+            if before is not None:
+                before.result()
+
+    def _algorithm(self, arm: str) -> AlgorithmConfig:
+        algorithm = self.plan.algorithms[arm]
+        if arm != RANDOM:
+            return algorithm
+        chances = [chance for tree in read_samples(self.plan.samples(ARPO))[0] for chance in tree.chances]
+        return replace(algorithm, params={**algorithm.params, "fork_rate": float(np.mean(chances))})
+
+    def _add(self, arm: str, scored: Sequence[ScoredTree], failed: Sequence[str], progress: str) -> None:
+        """Compute the derivatives of grown trees and append their samples to the arm's."""
         import torch
 
-        done = self._done(arm)
-        tasks = self.tasks[done : min(count, done + _CHUNK)]
-        algorithm = self.plan.algorithms[arm]
-        if arm == RANDOM:
-            chances = [chance for tree in read_samples(self.plan.samples(ARPO))[0] for chance in tree.chances]
-            algorithm = replace(algorithm, params={**algorithm.params, "fork_rate": float(np.mean(chances))})
-        scored, failed = self._grow(algorithm, tasks, step=list(ARMS).index(arm))
         halves, _ = read_direction(self.plan.direction)
         direction = torch.from_numpy(halves[0] + halves[1])
         derivatives = self.model.derivatives([each.tree for each in scored], direction / direction.norm())
         lines = [TreeSample.of(each.tree, each.rewards, own) for each, own in zip(scored, derivatives, strict=True)]
         rows = [*(each.line() for each in lines), *(json.dumps({"failed": reason}) for reason in failed)]
         append_line(self.plan.samples(arm), "\n".join(rows))
-        self.note(f"{arm}: {done + len(tasks)} of {count} trees{f', {len(failed)} failed' if failed else ''}")
+        self.note(f"{progress}{f', {len(failed)} failed' if failed else ''}")
 
     def _done(self, arm: str) -> int:
         samples, failed = read_samples(self.plan.samples(arm))
