@@ -1,7 +1,7 @@
 # `make demo` trains and exports a small agent; `make test` runs every check. Both set the environment up first.
 SEED ?= 1
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 # Folders whose tests start no engine, no ranks and no Slurm, without the files that wait for other processes.
