@@ -32,7 +32,7 @@ from tests.rollout.launched import launched_rollouts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the expectations are those of float32 on a CPU")
 
-ENGINE = EngineConfig(max_total_tokens=32768, memory_fraction=0.1, max_running_requests=32, startup_timeout_s=120)
+ENGINE = EngineConfig(max_total_tokens=32768, memory_fraction=0.1, max_running_requests=32, startup_timeout_s=400)
 
 
 @pytest.fixture(scope="module")

@@ -175,11 +175,11 @@ def test_tool_that_ignores_time_limit_is_ended_with_worker(troubled: Troubled, n
         searches = pool.submit(search_facts, client, range(200))
         while not (troubled.began / name).exists():  # on a busy machine a call may end before the tool has begun
             start = time.monotonic()
-            answer = client.call(name, {}, timeout_s=0.5)
+            answer = client.call(name, {}, timeout_s=3.0)
             assert (answer.status, time.monotonic() - start < 20) == ("timeout", True)  # the tool itself takes 60 s
         searches.result()
-        wait_until(
-            lambda: alive(service) == 2 and len(before - workers()) == 1,
+        wait_until(  # a tool that began just before its call ended has cost the other worker, too
+            lambda: alive(service) == 2 and bool(workers() - before),
             state=lambda: (before, workers(), alive(service), service.stderr()),
         )
         search_facts(client, range(200, 220))
