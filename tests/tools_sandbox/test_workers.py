@@ -25,7 +25,7 @@ import requests
 from tests.tools_sandbox.helpers.services import running, wait_until, wait_until_gone
 from tools_sandbox.answers import ToolResult
 from tools_sandbox.catalog import build_tools
-from tools_sandbox.client import SandboxClient
+from tools_sandbox.client import SandboxClient, SandboxUnavailable
 from tools_sandbox.config import ConfigError, PluginConfig, ToolServiceConfig
 from tools_sandbox.tool import Tool, ToolBroken
 from tools_sandbox.workers import pool as worker_pool
@@ -40,6 +40,7 @@ PLUGINS = {
     "no_tool": "NoTool",
     "raise": "Raise",
     "sleep": "Sleep",
+    "sleep_once": "SleepOnce",
     "slow_start": "SlowStart",
     "stuck": "Stuck",
 }
@@ -84,7 +85,7 @@ def troubled(environment: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     until.touch()
     plugins: list[dict[str, Any]] = [{"name": name} for name in ("abort", "abort_once", "raise")]
     plugins += [{"name": name, "options": {"began": str(folder / name)}} for name in ("hold", "stuck")]
-    plugins.append({"name": "sleep", "options": {"ran": str(ran), "until": str(until)}})
+    plugins += [{"name": name, "options": {"ran": str(ran), "until": str(until)}} for name in ("sleep", "sleep_once")]
     with running(configured(folder, *plugins), env=environment) as service:
         yield Troubled(service, ran, until, folder)
 
@@ -183,6 +184,17 @@ def test_tool_that_ignores_time_limit_is_ended_with_worker(troubled: Troubled, n
             state=lambda: (before, workers(), alive(service), service.stderr()),
         )
         search_facts(client, range(200, 220))
+
+
+def test_deadline_ends_a_call_that_may_not_run_twice_for_good(troubled: Troubled) -> None:
+    """Another answer than HTTP 504, after which a caller may repeat the call."""
+    troubled.ran.write_text("")
+    with SandboxClient(troubled.service.url) as client:
+        answer = client.call("sleep_once", {"seconds": 60.0}, timeout_s=60, deadline_s=5.0)
+        assert (answer.status, answer.failure) == ("error", "lasting")
+        with pytest.raises(SandboxUnavailable):
+            client.call("sleep", {"seconds": 60.0}, timeout_s=60, deadline_s=5.0)
+    assert len(troubled.ran.read_text().split()) == 2
 
 
 def test_killed_worker_loses_no_call(troubled: Troubled) -> None:

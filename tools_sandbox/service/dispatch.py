@@ -208,7 +208,11 @@ class ToolService:
                 raise self._no_answer("deadline", f"no slot for {tool.name} before the caller's deadline") from error
             raise self._no_answer("queue_time", f"no slot for {tool.name} in {wait_s:g} s", tool) from error
         if result.status == "timeout" and left_s < own_s:  # the wait before took its time: no result for a model
-            raise self._no_answer("deadline", f"{tool.name} did not end before the caller's deadline", tool)
+            late = f"{tool.name} did not end before the caller's deadline"
+            if tool.repeatable:
+                raise self._no_answer("deadline", late, tool)
+            log.error("tool broken", extra={"tool": tool.name, "reason": late})
+            result = broken_result(tool.name, ToolBroken(late, failure="lasting"))
         self.metrics.execution.labels(tool.name).observe(seconds)
         self._execution_s[tool.name] = 0.9 * self._execution_s.get(tool.name, seconds) + 0.1 * seconds
         return result, seconds

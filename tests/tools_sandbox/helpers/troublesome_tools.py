@@ -70,6 +70,13 @@ class Sleep(_Trouble):
         return ToolResult("ok", f"slept {arguments['seconds']}")
 
 
+class SleepOnce(Sleep):
+    """A sleep that may not run twice."""
+
+    name = "sleep_once"
+    repeatable = False
+
+
 class Stuck(_Trouble):
     """A tool that blocks in a thread, which cannot be cancelled. It makes the file `began` first."""
 
