@@ -170,8 +170,7 @@ class ToolService:
         try:
             checked = check_arguments(tool, call.arguments)
         except ToolBroken as error:
-            log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
-            return ToolAnswer(broken_result(tool.name, error).text, "error", 0.0, False, error.failure)
+            return ToolAnswer(_broken(tool, error).text, "error", 0.0, False, error.failure)
         if isinstance(checked, str):
             return ToolAnswer(checked, "error", 0.0, False)
         if not tool.cacheable:
@@ -211,8 +210,7 @@ class ToolService:
             late = f"{tool.name} did not end before the caller's deadline"
             if tool.repeatable:
                 raise self._no_answer("deadline", late, tool)
-            log.error("tool broken", extra={"tool": tool.name, "reason": late})
-            result = broken_result(tool.name, ToolBroken(late, failure="lasting"))
+            result = _broken(tool, ToolBroken(late, failure="lasting"))
         self.metrics.execution.labels(tool.name).observe(seconds)
         self._execution_s[tool.name] = 0.9 * self._execution_s.get(tool.name, seconds) + 0.1 * seconds
         return result, seconds
@@ -237,8 +235,7 @@ class ToolService:
         except SandboxFull as error:
             raise self._no_answer("queue_full", str(error), tool) from error
         except (SandboxBroken, ToolBroken) as error:
-            log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
-            return broken_result(tool.name, error if isinstance(error, ToolBroken) else ToolBroken(str(error)))
+            return _broken(tool, error if isinstance(error, ToolBroken) else ToolBroken(str(error)))
         except Exception as error:
             log.exception("tool failed", extra={"tool": tool.name})
             return broken_result(tool.name, as_broken(tool, error))
@@ -335,3 +332,9 @@ class ToolService:
 def _as_json(arguments: Any) -> dict[str, Any]:
     """Return checked arguments as JSON values."""
     return arguments.model_dump(mode="json") if isinstance(arguments, BaseModel) else dict(arguments)
+
+
+def _broken(tool: Tool, error: ToolBroken) -> ToolResult:
+    """Log why a tool is broken, and return the result of its call."""
+    log.error("tool broken", extra={"tool": tool.name, "reason": str(error)})
+    return broken_result(tool.name, error)
